@@ -61,12 +61,10 @@ QUIET = [
 ] + [
     # "Measurements with the machine to themselves".
     Point("Sync, int4", MILLIONS, 1000, 0.319, 0.345),
-    Point("Sync, sign", MILLIONS, 1000, 0.319, 0.338, aside=0.85),
     Point("Sync, top_k:0.01", MILLIONS, 1000, 0.319, 0.389),
     Point("Sync, power_sgd:4", MILLIONS, 1000, 0.319, 0.335, aside=1.18),
     Point("Sync, int8", MILLIONS, 100, 0.327, 3.356),
     Point("Sync, int4", MILLIONS, 100, 0.327, 1.891),
-    Point("Sync, sign", MILLIONS, 100, 0.327, 0.997),
     Point("Sync, top_k:0.01", MILLIONS, 100, 0.327, 0.615),
     Point("Sync, power_sgd:4", MILLIONS, 100, 0.327, 0.475),
 ]
@@ -113,7 +111,7 @@ PANELS: dict[str, dict[str, Line]] = {
     "an exchange in every step": {
         "Sync": sync("none"),
         "ShardedSync": sharded,
-        **{f"Sync, {codec}": sync(codec) for codec in ("bf16", "int8", "int4", "sign", "top_k:0.01", "power_sgd:4")},
+        **{f"Sync, {codec}": sync(codec) for codec in ("bf16", "int8", "int4", "top_k:0.01", "power_sgd:4")},
     },
     "rounds, and servers": {
         "ParameterServer, sync": served("sync"),

@@ -26,6 +26,7 @@ matrix products for about that long instead.
 """
 
 import argparse
+import json
 import os
 import statistics
 import time
@@ -196,6 +197,7 @@ def main() -> None:
     parser.add_argument("--multiply", action="store_true", help="compute instead of sleeping")
     parser.add_argument("--gbit", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", type=Path, help="append a line of JSON for each variant")
     arguments = parser.parse_args()
     world = mt.init()
     layers, width = arguments.layers, arguments.width
@@ -253,6 +255,11 @@ def main() -> None:
                 said = f"{statistics.median(report.hidden for report in reports[name]):.0%}"
                 under_way = statistics.median(report.wire_seconds for report in reports[name])
                 wire = f"{under_way * 1e3:.0f} ms ({under_way / bound:.2f})"
+            if arguments.results and world.rank == 0:
+                line = {"hosts": world.num_nodes, "layers": layers, "width": width, "gbit": arguments.gbit}
+                line |= {"variant": name, "compute": base, "alone": alone[name], "seconds": sorted(seconds[name])}
+                with arguments.results.open("a") as file:
+                    file.write(json.dumps({**line, "load": load}) + "\n")
             against = f"{ratio(seconds, name, 'ddp')[0]:.2f}" if "ddp" in steps else "-"
             world.print(
                 f"| {name} | {alone[name] * 1e3:.0f} ms | {median * 1e3:.0f} ms | "

@@ -9,18 +9,18 @@
 
 The ranks, and a loop of your own:
     init, World         which rank this is, and the calls that all ranks make together
-    elastic, keep       a loop that survives the loss of a rank, or the start of a new attempt
+    elastic, keep       a loop that survives the loss of a rank, or a restart
     evaluate            metrics over all ranks
     record_loop         a record of the run, for `mpitrain plot` and the dashboard
     tunable             a value that `mpitrain tell` changes while the script trains
-    workers, run_on, map_on          functions on named ranks
+    workers, run_on, map_on          functions on chosen ranks
     GradientReducer, Parameter       gradients that travel while the backward pass runs
 
-A Trainer makes the loop. Its model, strategy and data are its Parts; hooks act around each Step:
+A Trainer runs the loop. Its model, strategy and data are its Parts; hooks run around each Step:
     TorchModule, TorchLayers, ArrayFunction, ArrayLayers, Accumulate      the model
     Sync, ShardedSync, AutoSync, Pipeline                                 every step uses the gradients of all ranks
-    LocalSGD, DiLoCo, StreamingDiLoCo, SparseLoCo                         ranks meet after some steps of their own
-    ParameterServer                                                       ranks are workers of a server
+    LocalSGD, DiLoCo, StreamingDiLoCo, SparseLoCo                         ranks exchange after several local steps
+    ParameterServer                                                       ranks are workers of a parameter server
     Hook, RunEvent                                                        to write a hook
     StopAtStep, StopAfter, StopWhen, EarlyStopping                        hooks that end the run
     Checkpoint, Evaluation, Log, Record, Balance, CompareReplicas         hooks that save, measure and check
@@ -37,7 +37,7 @@ Modules, loaded when first used:
 Import these by name, because they need their framework:
     mpitrain.torch          a Trainer of a DataLoader, `prepare` for a loop, a backend of torch.distributed
     mpitrain.jax            means inside jit
-    mpitrain.horovod        Horovod's names
+    mpitrain.horovod        Horovod's API
 """
 
 from importlib import import_module
@@ -152,7 +152,7 @@ _HOME = {
 _OF_FRAMEWORKS = {"TorchLayers": "adapters.torch_layers", "TorchModule": "adapters.torch_module"}
 # Public modules, loaded when first used as well.
 _MODULES = ("collectives", "data", "errors", "meters", "optim", "strategies", "writers")
-# Where the names of 0.1 are. Who types an old one is told the new one.
+# Where the names of version 0.1 are now. The error for an old name gives the new one.
 _MOVED = {
     **{name: f"data.{name}" for name in ("ArrayData", "MapData", "Prefetch", "StreamData")},
     **{name: f"optim.{name}" for name in ("Adam", "AdamW", "LossScale", "clip_by_global_norm", "constant")},
@@ -195,5 +195,5 @@ def _has_torch() -> bool:
 
     try:
         return find_spec("torch") is not None
-    except ValueError:  # somebody has blocked it in sys.modules
+    except ValueError:  # something has blocked it in sys.modules
         return False

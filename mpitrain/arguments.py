@@ -1,4 +1,4 @@
-"""What calls are given: numbers converted exactly, or refused; objects pickled; and how messages show it."""
+"""Arguments of calls: numbers are converted exactly or refused, objects are pickled, and messages show both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_TEXT = 200
 
 
 def shortened(value: object, words: Callable[[Any], str] = repr, most: int = _MOST_TEXT) -> str:
-    """Return the text of a value for a message: of bounded length, and also if the value has none."""
+    """Return the text of a value for a message: bounded in length, and defined even if the value's own repr fails."""
     try:
         text = words(value)
     except Exception:  # a class may have a __repr__ that fails; the message must not fail too
@@ -23,13 +23,14 @@ def shortened(value: object, words: Callable[[Any], str] = repr, most: int = _MO
 
 
 def bounded_list(items: Sequence[str], most: int = 10) -> str:
-    """Return the items with commas in between; of many items the first ones, and the number of the others."""
+    """Return the items, separated by commas; if there are many, the first ones and the number of the others."""
     more = [f"and {len(items) - most} more"] if len(items) > most else []
     return ", ".join([*(shortened(item, str) for item in items[:most]), *more])
 
 
 def whole_number(value: Any, label: str) -> int:
-    """Return an int, or what stands for one, such as NumPy's, as an int. Raise ConfigError otherwise, and of True."""
+    """Return an int, or an integer of another library such as NumPy, as an int. Raise ConfigError otherwise, and for
+    True."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -41,7 +42,7 @@ def whole_number(value: Any, label: str) -> int:
 
 
 def real_number(value: Any, label: str, meaning: str = "") -> float:
-    """Return a real number as a float: of Python or NumPy, or an array or tensor of one.
+    """Return a real number as a float: a number of Python or NumPy, or an array or tensor with one element.
 
     Raises:
         ConfigError: it is something else, or no float has exactly its value.

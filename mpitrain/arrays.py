@@ -1,4 +1,4 @@
-"""What an array is: `numpy.ndarray` on the host or `cupy.ndarray` on a device. CuPy is never imported here."""
+"""What counts as an array: `numpy.ndarray` on the CPU or `cupy.ndarray` on a GPU. CuPy is never imported here."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ def namespace(array: Array) -> ModuleType:
     return sys.modules["cupy"] if is_device_array(array) else numpy
 
 
-_VIEWS = (numpy.matrix, numpy.recarray)  # only another look at the same values
+_VIEWS = (numpy.matrix, numpy.recarray)  # only another view of the same values
 _PLAIN = (numpy.ndarray, numpy.memmap, *_VIEWS)
 
 
 def check_class(value: object, label: str) -> None:
-    """Raise TreeError for an array of a class that has more than values, such as a mask or a unit: an exchange would
-    lose it. `label` says where the array is."""
+    """Raise TreeError for an array whose class holds more than values, such as a mask or a unit: an exchange would lose
+    that. `label` says where the array is."""
     if isinstance(value, numpy.ndarray) and type(value) not in _PLAIN:
         kind = type(value)
         masked = isinstance(value, numpy.ma.MaskedArray)
         advice = "x.filled(0) and numpy.ma.getmaskarray(x)" if masked else "numpy.asarray(x), without unit or label,"
         raise TreeError(
-            f"{label} is a {kind.__module__.partition('.')[0]} {kind.__name__}, and would lose what it has besides its "
-            f"values; give {advice} in its place, or send it whole by World.allgather or World.broadcast_object"
+            f"{label} is a {kind.__module__.partition('.')[0]} {kind.__name__}, and would lose what it holds "
+            f"besides its values; give {advice} instead, or send the whole object with World.allgather or "
+            "World.broadcast_object"
         )
 
 

@@ -1,6 +1,6 @@
-"""Settings that all ranks share and users may set. Precedence: argument > MPITRAIN_* variable > default.
+"""Settings that users may set and that are equal on all ranks. Precedence: argument > MPITRAIN_* variable > default.
 
-What the launcher tells a rank is no setting: mpitrain.context has that.
+What the launcher tells a rank is not a setting; see mpitrain.context.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from mpitrain.context import JobContext
 from mpitrain.errors import ConfigError
 
 PREFIX = "MPITRAIN_"
-# The launcher's alone: a file of NAME=value lines, which `mpitrain run` adds to the environment of the ranks.
+# For the launcher only: a file of NAME=value lines, which `mpitrain run` adds to the environment of the ranks.
 ENV_FILE = PREFIX + "ENV_FILE"
-# The launcher's too: the key of a job with servers, which `mpitrain work` reads.
+# Also for the launcher: the key of a job with servers, which `mpitrain work` reads.
 KEY = PREFIX + "KEY"
 
 
@@ -27,7 +27,7 @@ SECONDS = (1e-3, 1e6)
 
 
 def check_range(name: str, value: float, lowest: float, highest: float, *, or_zero: bool = False) -> None:
-    """Refuse a number that is out of its range: what is computed from it would be no number, or for nobody's good.
+    """Refuse a number that is out of range: values computed from it would overflow or be useless.
 
     Raises:
         ConfigError: names the range.
@@ -39,16 +39,16 @@ def check_range(name: str, value: float, lowest: float, highest: float, *, or_ze
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What can be set for the ranks of a job. Each field is a variable too: `bucket_mib` is MPITRAIN_BUCKET_MIB."""
+    """The settings of a job's ranks. Each field has an environment variable: `bucket_mib` is MPITRAIN_BUCKET_MIB."""
 
     algorithm: str = "auto"  # how arrays are summed: a name in mpitrain.allreduce.ALGORITHMS
     transport: str = "auto"  # how arrays on GPUs are summed: a name in mpitrain.cuda.transports.TRANSPORTS
     compression: str = "none"  # between nodes: "none", "auto", a name in mpitrain.compression.CODECS, "power_sgd"
-    reduction: str = "plain"  # how floats are summed: "plain", or "exact": rounded once, in whatever order they come
+    reduction: str = "plain"  # how floats are summed: "plain", or "exact": rounded once, whatever the order of addition
     profile: str = ""  # file on rank 0 that `mpitrain bench --save-profile` wrote on this cluster; "": none
     bucket_mib: float = 0.0  # gradients are exchanged in buckets of about this many MiB; 0: by the profile, else 4
-    stall_seconds: float = 10.0  # if nothing moves in a wait for so long, a report says who waits for whom
-    hang_seconds: float = 600.0  # a wait in which nothing moves for so long ends the job; 0: none does
+    stall_seconds: float = 10.0  # after a wait this long without progress, a report says who waits for whom
+    hang_seconds: float = 600.0  # a wait this long without progress ends the job; 0: never
     memory_steps: int = 0  # steps between two in-memory checkpoints; 0: at 1 % of the time
     trace: str = ""  # directory on rank 0 for a trace of all ranks, written at the end; "": none
 
@@ -95,12 +95,13 @@ def _fitting(name: str, value: Any, kind: type) -> Any:
 
 
 def _refusal(shown: str, name: str, known: list[str]) -> str:
-    """The reason why there is no setting `name`, which the user has written as `shown`."""
+    """The error text for an unknown setting `name`, which the user wrote as `shown`."""
     if name in {field.name for field in dataclasses.fields(JobContext)}:
         return (
-            f"{shown} is no setting: `mpitrain run` and `mpitrain verify` tell it to the ranks themselves; leave it out"
+            f"{shown} is not a setting: `mpitrain run` and `mpitrain verify` pass it to the ranks themselves; "
+            "leave it out"
         )
     full = {entry.removeprefix(PREFIX).lower(): entry for entry in known}
-    close = difflib.get_close_matches(name, full, n=1)  # the prefix, which all share, would make all of them close
+    close = difflib.get_close_matches(name, full, n=1)  # with the common prefix, all names would be close
     hint = f"did you mean {full[close[0]]}? " if close else ""
     return f"there is no setting {shown}; {hint}Known are {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""Before init(): a rank that fails must not leave the others waiting for ever in MPI_Init, or in init().
+"""Failures before init(): a rank that fails must not leave the others waiting for ever in MPI_Init, or in init().
 
 `import mpitrain` installs this in processes that an MPI launcher started. In init(), the Job (job/job.py) takes over.
 """
@@ -24,33 +24,34 @@ from stat import S_ISSOCK
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpitrain.context import ADDED, JOB, LAUNCHER, OF_MPIEXEC, PREFIX
+from mpitrain.context import ADDED, JOB, LAUNCHER, OF_MPIEXEC, PREFIX, RANK
 from mpitrain.user_code import is_of_user
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-# The process that the launcher started. Its helpers inherit the launcher's variables, but are no ranks.
+# The process that the launcher started. Its helpers inherit the launcher's variables, but are not ranks.
 # (config.read_config would refuse a name that begins with MPITRAIN_.)
 _RANK_PID = "_MPITRAIN_RANK_PID"
-# How the names of variables begin by which MPI in a process finds its launcher, of MPICH and Open MPI.
+# Prefixes of the variables by which MPI in a process finds its launcher (MPICH and Open MPI).
 _OF_CONNECTION = "PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_"
-# Of the variables with marks of mpiexec, those that a user sets, and those by which an agent finds a job's processes.
+# Variables with mpiexec's prefixes that stay: those that a user sets, and those by which an agent finds a job's
+# processes.
 _KEPT = JOB, LAUNCHER, "OMPI_MCA_", "OMPI_ALLOW_", "HYDRA_", "I_MPI_"
 # The time for the launcher to read a rank's output: it drops the rest when the job ends.
 _READING_SECONDS = 0.1
 _NEIGHBOUR_SECONDS = 1.0
-# The process whose start warm_start/sitecustomize.py has watched; 0: the program itself has imported mpitrain first.
+# The process whose start warm_start/sitecustomize.py has watched; 0: the program itself imported mpitrain.
 _hooked_pid = 0
 _shown: list[BaseException] = []  # the uncaught exception that our hook has shown
-# The SystemExit that Python has asked for its code, because nobody has caught it.
+# The SystemExit whose code Python has read, because nothing caught it.
 _exits: list[SystemExit] = []
 
 
 def watch() -> None:
     """End the job at an uncaught exception of this process, if it is a rank."""
-    if not {"PMI_RANK", "PMIX_RANK", _RANK_PID} & os.environ.keys():
+    if not {"PMI_RANK", "PMIX_RANK", RANK, _RANK_PID} & os.environ.keys():
         return
     os.environ.setdefault(_RANK_PID, str(os.getpid()))
     if is_helper():
@@ -71,10 +72,10 @@ def watch() -> None:
 
 
 def leave_hook(folder: str) -> None:
-    """Take the folder of warm_start/sitecustomize.py off sys.path and PYTHONPATH: what this process starts is no rank.
+    """Take the folder of warm_start/sitecustomize.py off sys.path and PYTHONPATH: a child process is not a rank.
 
-    A warm interpreter has it twice: it starts as a rank did. The program may only be a wrapper, which starts the rank
-    proper. So nobody has taken the rank's place yet (`take_place`).
+    A warm interpreter has it twice, because it starts as a rank did. The program may be a mere wrapper that starts the
+    actual rank. So no process has taken the rank's place yet (`take_place`).
     """
     sys.path[:] = [entry for entry in sys.path if entry != folder]
     global _hooked_pid  # noqa: PLW0603 - a process is one rank
@@ -87,13 +88,13 @@ def leave_hook(folder: str) -> None:
 
 
 def take_place() -> None:
-    """From now on, what this process starts is no rank: the program has begun to use mpitrain."""
+    """From now on, a process that this one starts is not a rank: the program has begun to use mpitrain."""
     if _hooked_pid == os.getpid():
         os.environ.setdefault(_RANK_PID, str(_hooked_pid))
 
 
 def run_own_sitecustomize() -> None:
-    """Run the sitecustomize that Python would have found without ours."""
+    """Run the sitecustomize that Python would have found without mpitrain's."""
     hook = sys.modules.pop("sitecustomize")
     site.execsitecustomize()
     sys.modules.setdefault("sitecustomize", hook)  # its import continues when this returns
@@ -157,39 +158,40 @@ def _open_files(pid: int) -> Iterator[str]:
 
 
 def _show_stacks() -> None:
-    """Let the agent see where this process is from now on: its imports may take long. (view.py reads it.)"""
+    """From now on, let the host's agent see where this process is: its imports may take long. (view.py reads it.)"""
     number = signal.SIGRTMIN + 11  # watching.rank_record.STACK_SIGNAL
     if signal.getsignal(number) is signal.SIG_DFL:
         faulthandler.register(number, file=os.memfd_create("mpitrain-stacks"), all_threads=True)
 
 
 def before_threads_end(call: Callable[[], object]) -> None:
-    """Have `call` made once the program has ended, before Python waits for its threads, some of which may never end."""
+    """Call `call` once the program has ended, before Python waits for its threads, some of which may never end."""
     threading._register_atexit(call)  # type: ignore[attr-defined]  # concurrent.futures uses it too
 
 
 def uncaught() -> BaseException | None:
     """Return the exception that has ended the program, also if another library's sys.excepthook has hidden it.
 
-    Others set sys.last_value too, such as pytest. The traceback of an uncaught one begins where nobody has called.
+    Other programs, such as pytest, set sys.last_value too. The traceback of an uncaught exception begins in a frame
+    without a caller.
     """
     error, trace = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
     return error if trace is not None and trace.tb_frame.f_back is None else None
 
 
 def last_exit() -> SystemExit | None:
-    """Return the exit by which the program has ended, with another code than 0. None: there was none."""
+    """Return the SystemExit with which the program ended, if its code is not 0; otherwise None."""
     return _exits[-1] if _exits and exit_code_of(_exits[-1]) else None
 
 
 def exit_code_of(error: SystemExit) -> int:
-    """Return the exit code that Python gives a process because of this exit."""
+    """Return the exit code that Python gives a process for this SystemExit."""
     code = error.code
     return (code & 0xFF) if isinstance(code, int) else int(code is not None)
 
 
 def words_of_exit(error: SystemExit) -> str:
-    """Return an exit in a line, as in `left with exit code 1: there is no data.csv (train.py:9)`."""
+    """Describe a SystemExit in one line, as in `left with exit code 1: there is no data.csv (train.py:9)`."""
     place = getattr(error, "place", None)
     text = "" if error.code in (None, "") or isinstance(error.code, int) else f": {error.code!s:.300}"
     where = f" ({os.path.basename(place[0])}:{place[1]})" if place else ""  # noqa: PTH119
@@ -197,18 +199,19 @@ def words_of_exit(error: SystemExit) -> str:
 
 
 def _note_exits() -> None:
-    """From now on, know the exit by which the program ends: Python calls no hook for a SystemExit.
+    """From now on, note the SystemExit that ends the program: Python calls no hook for it.
 
-    Python asks an uncaught one for its `code`, with no caller. Python 3.11 does not even ask one that sys.exit has
-    raised, unless it was caught on its way. An atexit function is too late: Python has freed the exception by then.
-    Where `code` cannot be watched, an exit by sys.exit is known alone, as it is freed with no caller.
+    Python reads the `code` of an uncaught SystemExit from outside any frame. Python 3.11 does not even read it if
+    sys.exit raised the exception, unless it was caught on its way. An atexit function is too late: Python has freed the
+    exception by then. Where `code` cannot be watched, only an exit by sys.exit is noticed, because the exception is
+    freed outside any frame.
     """
     code: Any = SystemExit.__dict__["code"]
 
     def read(error: SystemExit) -> object:
         if sys._getframe().f_back is None:
             _exits.append(error)
-            # Python 3.11 has no traceback here, and the place is known where sys.exit has raised the error.
+            # Python 3.11 has no traceback here; the place where sys.exit raised the error is known.
             trace = None if hasattr(error, "place") else error.__traceback__
             lines = []
             while trace is not None:
@@ -232,7 +235,7 @@ def _note_exits() -> None:
         raise error
 
     is_watched = False
-    with suppress(Exception):  # a Python that keeps its types in another way
+    with suppress(Exception):  # a Python whose types have another layout
         (own,) = gc.get_referents(SystemExit.__dict__)
         own["code"] = property(read, code.__set__, code.__delete__)
         ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
@@ -243,9 +246,9 @@ def _note_exits() -> None:
 
 
 def _set_place(error: SystemExit, lines: Sequence[tuple[str, int]]) -> None:
-    """Note where the program has left: the innermost of these lines, innermost first, that is the user's own.
+    """Note where the program exited: the innermost of these lines (innermost first) that is the user's own.
 
-    argparse, for one, calls sys.exit for the program.
+    A library such as argparse may call sys.exit for the program.
     """
     if lines:
         error.place = next((line for line in lines if is_of_user(line[0])), lines[0])  # type: ignore[attr-defined]
@@ -254,7 +257,7 @@ def _set_place(error: SystemExit, lines: Sequence[tuple[str, int]]) -> None:
 def helpers_end_with_this() -> None:
     """Let every process that multiprocessing starts from this process end when this process ends, for any reason.
 
-    Otherwise the helper of a killed rank lives on and keeps the rank's output open. Open MPI's mpiexec takes a rank for
+    Otherwise the helper of a killed rank lives on and keeps the rank's output open. Open MPI's mpiexec considers a rank
     alive as long as any process can write to its output.
     """
     from multiprocessing import util
@@ -285,7 +288,7 @@ def is_helper() -> bool:
 
 
 def abort(comm: MPI.Comm, code: int) -> None:
-    """End all processes of the job. Suppress what MPICH would add, so that the failure's report stays last."""
+    """End all processes of the job. Suppress MPICH's own messages, so that the report of the failure stays last."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     comm.Abort(code)
@@ -300,7 +303,7 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
     if issubclass(kind, KeyboardInterrupt):
         os.write(2, b"KeyboardInterrupt\n")
     else:
-        # torch.distributed has its own hook call this one, and would print what that has written when it returns.
+        # torch.distributed's own hook calls this one, and prints its output only after it returns.
         if sys.__stderr__ is not None:
             sys.stderr = sys.__stderr__
         sys.__excepthook__(kind, error, trace)
@@ -319,37 +322,40 @@ def _look_for_uncaught() -> None:
 
 
 def _note_error(error: BaseException) -> None:
-    """Write the error into the error file of this rank, if it has one. One that follows from the loss of another rank
-    waits for a moment: the rank to blame may be about to say why, and the first to end ends all."""
+    """Write the error into the error file of this rank, if it has one. If the error follows from the loss of another
+    rank, wait for a moment: the rank to blame may be about to write its reason, and the first rank that ends, ends
+    all."""
     import traceback
 
-    from mpitrain.error_file import ERROR_FILE, is_of_neighbour, write_error
+    from mpitrain.error_file import is_of_neighbour, note_error
 
     is_interrupt = isinstance(error, KeyboardInterrupt)
     # watching.rank_record.INTERRUPTED
     line = "interrupted" if is_interrupt else f"{type(error).__name__}: {error}"
-    with suppress(Exception):
-        write_error(os.environ[ERROR_FILE], line, "".join(traceback.format_exception(error)))
-        if is_of_neighbour(line):
-            time.sleep(_NEIGHBOUR_SECONDS)
+    if note_error(line, "".join(traceback.format_exception(error))) and is_of_neighbour(line):
+        time.sleep(_NEIGHBOUR_SECONDS)
 
 
 def _at_exit() -> None:
     error, mpi = last_exit(), sys.modules.get("mpi4py.MPI")
     if error is None or is_helper() or (mpi is not None and mpi.Is_initialized()):
         return
+    if RANK in os.environ:  # those that need this one fail before the agent sees its end
+        from mpitrain.error_file import note_error
+
+        note_error(words_of_exit(error), "")
     if not str(error.code).startswith("mpitrain: "):  # our own words, which Python has printed
         _say(words_of_exit(error))
     _end(exit_code_of(error))
 
 
 def _say(text: str) -> None:
-    rank = os.environ.get("PMI_RANK") or os.environ.get("PMIX_RANK", "?")
+    rank = next((os.environ[name] for name in ("PMI_RANK", "PMIX_RANK", RANK) if name in os.environ), "?")
     os.write(2, f"mpitrain: rank {rank} on {os.uname().nodename} {text}\n".encode(errors="backslashreplace"))
 
 
 def _end(code: int) -> None:
-    """End the job with this exit code. Where the launcher has no way to be told it, end the job by a signal."""
+    """End the job with this exit code. If the launcher cannot be told the code, end the job by a signal."""
     time.sleep(_READING_SECONDS)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
@@ -360,18 +366,19 @@ def _end(code: int) -> None:
         sys.stdout.flush()
         with suppress(OSError, ValueError):
             _tell_hydra(code)
-            os._exit(code)  # at once: Hydra kills this process otherwise, and nobody would see that it had failed
-        # Others, such as srun, let the ranks wait in MPI_Init for one that leaves with a code; a signal may end them.
+            os._exit(code)  # at once: otherwise Hydra kills this process, and its failure would not be visible
+        # Other launchers, such as srun, leave the ranks waiting in MPI_Init for one that exits with a code; a signal
+        # may end them.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _tell_hydra(code: int) -> None:
-    """Have Hydra (MPICH, Intel MPI) end all ranks with this exit code: send it what MPI_Abort sends.
+    """Make Hydra (MPICH, Intel MPI) end all ranks with this exit code: send it what MPI_Abort sends.
 
-    Before MPI_Init Hydra ignores the exit code of a rank, and lets the others wait there. It heeds this message, of
-    the protocol PMI-1, from the start of a rank, and prints nothing (tried with MPICH 5.0.2 and Intel MPI 2021.18).
-    Raises OSError or ValueError if this process has no connection to Hydra.
+    Before MPI_Init, Hydra ignores the exit code of a rank and leaves the others waiting there. It obeys this PMI-1
+    message from the start of a rank, and prints nothing (tested with MPICH 5.0.2 and Intel MPI 2021.18). Raises OSError
+    or ValueError if this process has no connection to Hydra.
     """
     # srun has PMI_FD too, and speaks PMI-2.
     connection = int(os.environ.get("PMI_FD", "") if "MPI_LOCALNRANKS" in os.environ else "")
@@ -381,13 +388,13 @@ def _tell_hydra(code: int) -> None:
 
 
 def is_cut_off() -> bool:
-    """Whether Hydra has started a parent of this process, whose connection to Hydra subprocess has closed here."""
+    """Whether Hydra started a parent of this process, and the subprocess module closed the connection to Hydra here."""
     connection = os.environ.get("PMI_FD", "") if "MPI_LOCALNRANKS" in os.environ else ""
     return connection.isdigit() and _is_closed(int(connection))
 
 
 def _is_closed(connection: int) -> bool:
-    """A program may have closed the descriptor, and another file may have it now."""
+    """Whether the descriptor is closed, or is another file by now."""
     try:
         return not S_ISSOCK(os.fstat(connection).st_mode)
     except OSError:

@@ -4,9 +4,11 @@ torchrun names each rank a file in TORCHELASTIC_ERROR_FILE, and torch's decorato
 (torch/distributed/elastic/multiprocessing/errors). Where the program has no such decorator, mpitrain/early.py writes
 the same. The agent reads it once the rank has ended, so the launcher knows which rank failed first, and why.
 
-A rank whose neighbour has gone fails too: its connection has broken. That is no reason of its own (`is_of_neighbour`).
+A rank whose neighbour has gone fails too: its connection has broken. Such an error is a consequence, not the cause
+(`is_of_neighbour`).
 
-This module is sent to other hosts as text. It imports only modules that are sent with it, and runs with an old Python.
+The text of this module is sent to other hosts. It imports only modules that are sent with it, and runs with an old
+Python.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from mpitrain.reading import message_of
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _MOST_BYTES = 1 << 16
 _MOST_LINE = 400
-# Of Gloo, of torch's store, of NCCL, of the kernel, and of JAX's coordinator, in this order.
+# Messages of Gloo, of torch's store, of NCCL, of the kernel and of JAX's coordinator, in this order.
 _OF_NEIGHBOUR = re.compile(
     r"Connection closed by peer|Connect(ion)? timeout|Application timeout caused pair closure"
     r"|[Cc]onnection was likely closed|failed to recv, got 0 bytes|wait timeout after"
@@ -33,7 +35,7 @@ _OF_NEIGHBOUR = re.compile(
 
 
 class WrittenError(NamedTuple):
-    """How a program has failed: in a line, as a traceback, and when, by time.monotonic() of its host."""
+    """How a program failed: in one line, as a traceback, and when, by time.monotonic() of its host."""
 
     line: str
     traceback: str
@@ -41,11 +43,20 @@ class WrittenError(NamedTuple):
 
 
 def write_error(path: str, line: str, traceback: str) -> None:
-    """Write how this program fails, unless it is written already. Raises OSError if there is no such file."""
+    """Write how this program fails, unless that is written already. Raises OSError if there is no such file."""
     with open(path, "a+") as file:  # noqa: PTH123 (pathlib costs the start of a rank some ms)
         if not file.tell():
             extra = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
             json.dump({"message": {"message": line, "extraInfo": extra}}, file)
+
+
+def note_error(line: str, traceback: str) -> bool:
+    """Write how this rank fails. False: it has no error file, or cannot write it; the failure itself is what counts."""
+    try:
+        write_error(os.environ[ERROR_FILE], line, traceback)
+    except Exception:
+        return False
+    return True
 
 
 def read_error(descriptor: int) -> WrittenError | None:
@@ -59,7 +70,7 @@ def read_error(descriptor: int) -> WrittenError | None:
 
 
 def parse_error(data: bytes) -> tuple[str, str]:
-    """Return the error in a line, and its traceback. What is in no known form is the error."""
+    """Return the error in one line, and its traceback. Text in an unknown form is taken as the error itself."""
     text = data.decode(errors="replace")
     try:
         message = message_of(text).get("message")

@@ -1,7 +1,7 @@
 """Every error that mpitrain raises on purpose.
 
     MpitrainError
-    ├── ConfigError            an option or MPITRAIN_* variable that does not exist or has a wrong value
+    ├── ConfigError            an option or MPITRAIN_* variable that does not exist or has an invalid value
     │   └── MissingLibraryError    a library of an extra is not installed
     ├── LaunchError            the job did not start as one job: no MPI, the wrong mpiexec, too few ranks
     │   └── LostServerError        a further parameter server is gone
@@ -20,14 +20,14 @@
     ├── DataError              a data file or data set that cannot be used; a rank without samples
     ├── CheckpointError        a checkpoint that cannot be written or read
     ├── NoRoomError            not enough memory for a copy of the state
-    ├── WireError              bytes from a worker or server that are no message
+    ├── WireError              malformed bytes from a worker or server
     └── HorovodInternalError   a call of mpitrain.horovod has failed after it was submitted
 
 A message names rank and host, and says what was found, what is allowed and what to do.
 
-`known_everywhere` is true if every rank raises the same error at the same point. Such an error is printed once, not
-once a rank, and breaks no World. Only `everywhere` sets this attribute.
-`is_repeated` is true if the error came up on another rank. The traceback of that rank is the one to print.
+`known_everywhere` is true if every rank raises the same error at the same point. Such an error is printed once, not by
+every rank, and does not break a World. Only `everywhere` sets this attribute. `is_repeated` is true if the error came
+up on another rank. The traceback of that rank is the one to print.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class MpitrainError(Exception):
     is_repeated = False
 
     def __init__(self, *arguments: object) -> None:
-        """Of a text that is too long for a terminal, the middle is left out: a tree may have 100,000 leaves."""
+        """Leave out the middle of a text that is too long for a terminal: a tree may have 100,000 leaves."""
         super().__init__(*(_bounded(one) if isinstance(one, str) else one for one in arguments))
 
 
@@ -85,7 +85,7 @@ def _bounded(text: str) -> str:
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, and what it came from, as a traceback shows it. Causes can form a ring."""
+    """Yield the error and its causes, as a traceback shows them. Causes can form a cycle."""
     cause: BaseException | None = error
     seen = set()
     while cause is not None and id(cause) not in seen:
@@ -95,12 +95,12 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_of_another_rank(error: BaseException) -> bool:
-    """True if the error came up on another rank first, also where the program has raised its own error from it."""
+    """True if the error was first raised on another rank, even if the program has raised its own error from it."""
     return any(isinstance(one, MpitrainError) and one.is_repeated for one in causes_of(error))
 
 
 def text_of(error: BaseException) -> str:
-    """Return str(error); where the class's own __str__ fails, what a traceback has in its place."""
+    """Return str(error), or what a traceback shows instead if the class's own __str__ fails."""
     try:
         return str(error)
     except BaseException:  # even SystemExit: the report of an error must not fail too
@@ -110,8 +110,8 @@ def text_of(error: BaseException) -> str:
 def everywhere(error: AnError, is_known_everywhere: bool = True) -> AnError:
     """Return `error`, marked as raised by every rank here; or, if not `is_known_everywhere`, as raised by one rank.
 
-    If all ranks have seen the same agreement, vote or gathered values, raise an error that follows from them as
-    everywhere(...). An error of one rank alone breaks the World, because the others may continue to another call.
+    Use it for an error that follows from the same agreement, vote or gathered values on all ranks. An error on one rank
+    alone breaks the World, because the others may continue to another call.
     """
     error.known_everywhere = is_known_everywhere
     return error
@@ -122,14 +122,14 @@ class ConfigError(MpitrainError, ValueError):
 
 
 class MissingLibraryError(ConfigError, AttributeError):
-    """A library of an extra is not installed. To hasattr() and help(), the name that needs it is not there."""
+    """A library of an extra is not installed. hasattr() and help() treat the name that needs it as missing."""
 
 
 class LaunchError(MpitrainError, RuntimeError):
     """The processes that were launched do not form one MPI job.
 
     `hosts` are the hosts that cannot take part, if the other hosts might continue without them. `different` are the
-    hosts that answer and are not as the launcher's own, each with the difference.
+    hosts that answer but differ from the launcher's own, each with the difference.
     """
 
     hosts: tuple[str, ...] = ()
@@ -166,7 +166,7 @@ class RemoteError(MpitrainError, RuntimeError):
 
 
 class ProcessGroupError(MpitrainError, RuntimeError):
-    """A process group of torch.distributed cannot make a call, or one of its calls has not ended in time."""
+    """A process group of torch.distributed cannot make a call, or one of its calls did not end in time."""
 
 
 class DeviceError(MpitrainError, RuntimeError):
@@ -182,20 +182,20 @@ class GradientError(MpitrainError, ValueError):
 
 
 class MissingGradientError(GradientError):
-    """A rank finished its backward pass without handing in every gradient."""
+    """A rank ended its backward pass without producing every gradient."""
 
 
 class NonFiniteError(GradientError):
     """A rank had a gradient or a loss with NaN or infinity.
 
-    `gradient_of` are the names of the rank and of the parameter whose gradient it is; None: it is another value.
+    `gradient_of` holds the names of the rank and of the parameter whose gradient it is; None: it is another value.
     """
 
     gradient_of: tuple[str, str] | None = None
 
 
 class ReplicaError(MpitrainError, RuntimeError):
-    """The parameters of the ranks no longer have the same bits. The text names ranks, parameters and values."""
+    """The parameters of the ranks are no longer bitwise identical. The text names ranks, parameters and values."""
 
 
 class DataError(MpitrainError, ValueError):
@@ -211,15 +211,16 @@ class NoRoomError(MpitrainError):
 
 
 class WireError(MpitrainError, ValueError):
-    """The bytes that came are no message, or a larger one than is allowed."""
+    """The received bytes are malformed, or the message is larger than allowed."""
 
 
 class HorovodInternalError(MpitrainError, RuntimeError):
-    """A call has failed after it was submitted: the ranks differ, or a rank is gone. The cause is the error of ours."""
+    """A call failed after it was submitted: the ranks differ, or a rank is gone. The cause is mpitrain's own error."""
 
 
 def error_of_kind(kind: str, where: str, text: str) -> MpitrainError:
-    """Return an error of our class of that name; a MpitrainError with the name in its text for one that is not ours."""
+    """Return an error of mpitrain's class of that name; for any other name, a MpitrainError with the name in its
+    text."""
     error_class = globals().get(kind)
     if isinstance(error_class, type) and issubclass(error_class, MpitrainError):
         return error_class(f"{where}: {text}")

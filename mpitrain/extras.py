@@ -8,5 +8,5 @@ from mpitrain.errors import ConfigError, MissingLibraryError
 
 
 def missing(user: str, library: str, extra: str, error: ImportError) -> ConfigError:
-    """Return the error to raise: `user` needs `library`, and `extra` brings it, into the environment of this Python."""
+    """Return the error to raise: `user` needs `library`, which `extra` installs into the environment of this Python."""
     return MissingLibraryError(f"{user} needs {library} ({error}); {sys.executable} -m pip install 'mpitrain[{extra}]'")

@@ -1,11 +1,12 @@
-"""The facts of a host that more than one of us asks, as plain values that JSON can hold.
+"""The facts about a host that several commands collect, as plain values that JSON can hold.
 
-`mpitrain run`, `mpitrain check-cluster` and set-up ask them: this text is sent to every host, before mpitrain is known
-to be installed there. The agents of both commands import it, and so does set-up's module mpitrain_facts, to which
-Ansible sends it (cluster/playbooks/roles/mpitrain_facts/module_utils); all of them with the system's Python. The job's
-own Python runs it (`python -c TEXT SCRIPT`) and says what a job would find: its code, its packages, its MPI. So this
-module imports only the standard library, and the functions for agents must run with Python 3.8. They start no process:
-each agent has its own way to run a command with a deadline, and gives it to those that need one, as `run`.
+`mpitrain run`, `mpitrain check-cluster` and provisioning use them: the text of this module is sent to every host,
+before mpitrain is known to be installed there. The agents of both commands import it, and so does the provisioning
+module mpitrain_facts, with which Ansible sends it (cluster/playbooks/roles/mpitrain_facts/module_utils). All of them
+run it with the system's Python. The job's own Python runs it (`python -c TEXT SCRIPT`) to report what a job would find:
+its code, its packages, its MPI. So this module imports only the standard library, and the functions for agents must run
+with Python 3.8. They start no process: each agent has its own function that runs a command with a deadline, and passes
+it as `run` to those that need one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     # Takes a command, and returns its exit code (other than 0 if there is no such program), stdout and stderr.
     Run = Callable[[list[str]], tuple[int, str, str]]
 
-# Of the roll call, the socket at which ranks register: each host has its own.
+# For the socket at which ranks register: each host has its own.
 OF_SOCKETS = "/tmp"
 
 # The script's folder may hold half a disk.
@@ -48,11 +49,11 @@ def text(path: str) -> str:
         return ""
 
 
-# -- for agents and set-up: the system --------------------------------------------------------------------------------
+# -- for agents and provisioning: the system --------------------------------------------------------------------------
 
 
 def release() -> dict[str, str]:
-    """Return the fields of /etc/os-release."""
+    """Return the fields of /etc/os-release by name."""
     return dict(re.findall(r'^(\w+)="?([^"\n]*)"?$', text("/etc/os-release"), re.M))
 
 
@@ -73,7 +74,7 @@ def container(run: Run) -> str:
 
 def time_daemons(run: Run) -> list[str]:
     """Return the active services that set the clock."""
-    states = run(["systemctl", "is-active", *_TIME_DAEMONS])[1].split()  # it fails if any is not active
+    states = run(["systemctl", "is-active", *_TIME_DAEMONS])[1].split()  # the command fails if any is not active
     return [_TIME_DAEMONS[number] for number, state in enumerate(states) if state == "active"]
 
 
@@ -96,7 +97,7 @@ def nvidia() -> dict[str, Any]:
 
 
 def user_name(uid: int) -> str | None:
-    """Return the user with this number. This also asks a directory service, as a login does."""
+    """Return the name of the user with this number. This also asks a directory service, as a login does."""
     import pwd
 
     try:
@@ -106,12 +107,12 @@ def user_name(uid: int) -> str | None:
 
 
 def own_user() -> str:
-    """Return the user of this process; its number if it has no name, as may be in a container."""
+    """Return the name of this process's user; its number if it has no name, as can happen in a container."""
     return user_name(os.getuid()) or str(os.getuid())
 
 
 def group_name(gid: int) -> str | None:
-    """Return the group with this number."""
+    """Return the name of the group with this number."""
     import grp
 
     try:
@@ -121,9 +122,9 @@ def group_name(gid: int) -> str | None:
 
 
 def mounts(path: str) -> list[dict[str, Any]]:
-    """Return the mounts of `path`, the last one on top; if it has none, the mount in which it lies. Access none.
+    """Return the mounts of `path`, the topmost last; if it has none, the mount that contains it. Access none of them.
 
-    systemd's automount is below the mount that it makes.
+    systemd's automount lies below the mount that it triggers.
     """
     found: list[dict[str, Any]] = []
     for line in text("/proc/self/mountinfo").splitlines():
@@ -144,7 +145,8 @@ def host_keys() -> list[str]:
 
 
 def sshd_settings(shown: str) -> dict[str, str]:
-    """Return what `sshd -T` says: values by word; for a word with several lines, such as port, all values."""
+    """Return the settings in the output of `sshd -T`: values by keyword; for a keyword with several lines, such as
+    port, all values."""
     settings: dict[str, str] = {}
     for line in shown.splitlines():
         word, _, value = line.partition(" ")
@@ -171,7 +173,7 @@ def local_addresses(links: list[dict[str, Any]], name: str = "") -> list[str]:
 
 
 def patience(most: float) -> float:
-    """Return how many times its deadline a command may take here now, 1 to `most`, because a busy machine is slow."""
+    """Return a factor of 1 to `most` for the deadline of a command: a busy machine is slow."""
     return min(most, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
@@ -191,8 +193,8 @@ def routes(answers: dict[str, list[dict[str, Any]]], links: list[dict[str, Any]]
     A peer without a route has {}. An entry lacks "network" if the source is no address of the interface.
 
     Args:
-        answers: by peer, what `ip -j route get ADDRESS` says.
-        links: what `ip -j address` says.
+        answers: by peer, the output of `ip -j route get ADDRESS`.
+        links: the output of `ip -j address`.
     """
     import ipaddress  # not above: the job's Python would take a file of this name beside the script
 
@@ -213,7 +215,7 @@ def routes(answers: dict[str, list[dict[str, Any]]], links: list[dict[str, Any]]
 
 
 def why_no_socket(folder: str) -> str:
-    """Say why this user cannot make a socket in `folder`; empty if they can. Nothing stays there."""
+    """Return why this user cannot make a socket in `folder`; empty if they can. No file remains there."""
     import socket
 
     path = os.path.join(folder, f"mpitrain-check-{os.urandom(4).hex()}")  # noqa: PTH118 (bind() takes no Path)
@@ -227,7 +229,7 @@ def why_no_socket(folder: str) -> str:
 
 
 def why_no_programs(folder: str) -> str:
-    """Say why no program in `folder` can be run; empty if programs can be run."""
+    """Return why no program in `folder` can be run; empty if programs can be run."""
     return "it is mounted noexec" if os.statvfs(folder).f_flag & os.ST_NOEXEC else ""
 
 
@@ -276,7 +278,8 @@ def packages(path: list[str]) -> dict[str, str]:
 
 
 def hidden(path: str, installed: list[str]) -> dict[str, list[str]]:
-    """Return the packages that a folder of PYTHONPATH hides: the folder of each, and its version there, "" if unknown.
+    """Return the packages that a folder of PYTHONPATH shadows: the folder of each, and its version there, "" if
+    unknown.
 
     `path` is the value of PYTHONPATH, `installed` the folders of the environment's packages.
     """
@@ -325,7 +328,8 @@ def files_of(script: Path) -> dict[str, str]:
 
 
 def mpi_library() -> str:
-    """Load MPI, without starting it, and return what the library says of itself. A broken one may kill the process."""
+    """Load MPI, without starting it, and return the library's own description. A broken library may kill the
+    process."""
     import mpi4py
 
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -335,7 +339,8 @@ def mpi_library() -> str:
 
 
 def main(script: Path) -> None:
-    """Print the facts for `mpitrain run`, in two lines, because loading a broken MPI may kill the process."""
+    """Print the facts for `mpitrain run` in two lines, the second with those of MPI: loading a broken MPI may kill the
+    process."""
     folders = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
     copies = hidden(os.environ.get("PYTHONPATH", ""), folders)
     print(json.dumps({**interpreter(), "hidden": copies, "files": files_of(script)}), flush=True)

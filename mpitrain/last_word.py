@@ -1,4 +1,5 @@
-"""What a command, `verify` or `plan`, last said of a script: kept for this user, shown with the runs of the script."""
+"""The last result of a command (`verify` or `plan`) for a script: kept for this user, shown with the runs of the
+script."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class LastWord:
-    """The end of a command.
+    """The last lines that a command printed, and what it ran.
 
     Attributes:
-        script: the file, with its whole path.
+        script: the absolute path of the file.
         arguments: of the script.
         at: when the command ended, in seconds since the epoch.
         lines: what the command printed at its end.
@@ -39,7 +40,7 @@ class LastWord:
 def keep_word(
     command: str, script: Path, arguments: Sequence[str], lines: Sequence[str], *, is_equal: bool | None = None
 ) -> None:
-    """Keep the end of a command in place of an earlier one of this script.
+    """Keep a command's last lines, in place of an earlier result for this script.
 
     Raises:
         MpitrainError: see keep_state.
@@ -49,7 +50,7 @@ def keep_word(
 
 
 def last_word(command: str, script: Path) -> LastWord | None:
-    """Return what a command said last of a script; None: there is nothing.
+    """Return a command's last result for a script; None: there is none.
 
     Raises:
         DataError: see read_state; or the file has another form.

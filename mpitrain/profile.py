@@ -1,4 +1,5 @@
-"""What messages and memory cost on one cluster: measured once, kept in a file, used to choose algorithms and sizes."""
+"""The cost of messages and memory on one cluster: measured once, kept in a file, used to choose algorithms and
+sizes."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ class Profile:
     Attributes:
         origin: where the numbers come from, for messages.
         latency_seconds: of a message of one byte between two nodes, one way.
-        bytes_per_second: that a link carries in one direction, the median over links.
-        links: the same by sender and receiver, in the order of `nodes`; empty where it was not measured.
+        bytes_per_second: rate of a link in one direction, the median over links.
+        links: the same by sender and receiver, in the order of `nodes`; empty if it was not measured.
         nodes: host names.
-        codecs: for each codec's name, bytes of float32 that one rank encodes, adds and decodes a second.
-        add_bytes_per_second, copy_bytes_per_second: of float32 that a rank adds in place to others, or copies, while
-            all ranks of its node do.
-        native_below_bytes: below so many, MPI's own allreduce was the faster one; None where it was not measured.
+        codecs: by codec name, the bytes of float32 that one rank encodes, adds and decodes per second.
+        add_bytes_per_second, copy_bytes_per_second: of float32 that a rank adds in place, or copies, while all ranks of
+            its node do the same.
+        native_below_bytes: below this size, MPI's own allreduce was faster; None if it was not measured.
     """
 
     origin: str
@@ -45,16 +46,16 @@ class Profile:
 
     @property
     def is_measured(self) -> bool:
-        """False for the numbers that stand in where there is no file."""
+        """False for the default numbers that are used without a file."""
         return bool(self.nodes)
 
 
-# Gigabit Ethernet between ordinary machines, as TCP carries it; memory too is an ordinary machine's.
+# Gigabit Ethernet between ordinary machines, at TCP's throughput; memory rates are also those of an ordinary machine.
 DEFAULT = Profile("default: Gigabit Ethernet", 50e-6, 117e6)
 
 
 def fingerprint(hosts: Sequence[str], node_ranks: Sequence[int], mpi: str) -> dict[str, Any]:
-    """The values that identify a profile's cluster and the way of using it.
+    """The values that identify a profile's cluster and the layout of ranks on it.
 
     Args:
         hosts: host name of every rank.
@@ -67,7 +68,7 @@ def fingerprint(hosts: Sequence[str], node_ranks: Sequence[int], mpi: str) -> di
 
 def library_name(text: str) -> str:
     """The MPI library and its version in one line, from what MPI_Get_library_version gives."""
-    # MPICH's continues for pages, Open MPI's after a comma; both have a zero byte at the end.
+    # MPICH's text continues for pages, Open MPI's after a comma; both end with a zero byte.
     return " ".join(text.splitlines()[0].partition(",")[0].strip("\0").split())
 
 
@@ -78,7 +79,8 @@ def to_json(measured: dict[str, Any], nodes: Sequence[str], here: dict[str, Any]
 
 
 def measure_anew(path: str, here: dict[str, Any]) -> str:
-    """The command that measures a profile of these hosts, with as many ranks on each. `here` is their fingerprint."""
+    """The command that measures a profile of these hosts, with the same number of ranks on each. `here` is their
+    fingerprint."""
     hosts, numbers = here["hosts"], here["ranks_per_node"]
     if len(hosts) == 1:
         words = ["--hosts", "localhost", "-n", str(numbers[0])]
@@ -120,7 +122,7 @@ def from_json(text: str, path: str, here: dict[str, Any] | None = None) -> Profi
     """The profile in a file's text. `here` is the fingerprint that it must have; None: any.
 
     Raises:
-        ConfigError: it is torn, of another format, or of another cluster than `here`.
+        ConfigError: it is damaged, of another format, or of another cluster than `here`.
     """
     called = f"the profile {path}"
     advice = measure_anew(path, here) if here else "`mpitrain bench --save-profile FILE` writes one"
@@ -150,7 +152,7 @@ def _profile(file: _ProfileFile, path: str) -> Profile:
     if not nodes or sorted(nodes) != file.fingerprint.hosts:
         raise ValueError("its nodes are not those of its fingerprint")
     latency_us, links = measured["latency_between_nodes_us"], measured["link_bytes_per_second"]
-    if len(nodes) == 1 and latency_us is None and links is None:  # there is nothing between nodes
+    if len(nodes) == 1 and latency_us is None and links is None:  # no link between nodes
         return replace(DEFAULT, origin=path, nodes=nodes, **here_too)
     if {len(row) for row in links} != {len(nodes)} or len(links) != len(nodes):
         raise ValueError("its links do not fit its nodes")
@@ -160,12 +162,12 @@ def _profile(file: _ProfileFile, path: str) -> Profile:
 
 
 def _slowest(rates: dict[str, Any]) -> float:
-    """The rate of encoding, adding and decoding one after the other, each on half of the bytes."""
+    """The rate of encoding, adding and decoding in turn, each on half of the bytes."""
     return 1 / sum(1 / _rate(rates[f"{operation}_bytes_per_second"]) for operation in ("encode", "add", "decode"))
 
 
 def _rate(value: object) -> float:
-    """Bytes a second, from a byte to a thousand times what the fastest memory moves."""
+    """Bytes per second, from one to a thousand times the rate of the fastest memory."""
     return _measured(value, 1.0, 1e16)
 
 
@@ -182,12 +184,12 @@ def _limit(value: object) -> int:
 
 
 def ring_order(nodes: Sequence[str], profile: Profile) -> list[int]:
-    """The nodes' places in the order of a ring whose slowest link is as fast as can be found.
+    """The nodes' indices in the order of a ring whose slowest link is as fast as the search finds.
 
-    Greedy from every start: always on to the node with the fastest link that is left. Where nothing was measured, the
-    order is as given.
+    A greedy search from every start: the next node is the remaining one with the fastest link. Without measured links,
+    the order is unchanged.
     """
-    if not profile.links or len(nodes) < 4:  # with three, all rings but for their direction are one
+    if not profile.links or len(nodes) < 4:  # with three nodes, all rings are equal up to direction
         return list(range(len(nodes)))
     place = [profile.nodes.index(name) for name in nodes]
 

@@ -1,9 +1,9 @@
-"""What people and other programs have written: files, messages, numbers. Nothing here trusts it.
+"""Reading what people and other programs have written: files, messages, numbers. None of it is trusted.
 
-A caller says how it refuses: a function, mostly a class of errors, that makes the error from a sentence. The sentence
-begins with what the text is called, and says which line, what was found, and what is allowed. Nothing else is raised.
+The caller gives `refuse`, a function (mostly a class of errors) that makes the error from a sentence. The sentence
+begins with the name of the text, and gives the line, what was found, and what is allowed. No other error is raised.
 
-Sent to hosts as text too. So this module imports only the standard library, and must run with old Pythons.
+The text of this module is also sent to hosts. So it imports only the standard library, and must run with old Pythons.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # an old Python cannot make it
+if TYPE_CHECKING:  # an old Python does not have these types
     Refuse = Callable[[str], BaseException]
 
-MOST_BYTES = 1 << 20  # of what a person writes
+MOST_BYTES = 1 << 20  # of a file that a person writes
 _MOST_DEPTH = 64
 _MOST_DIGITS = 20
 _MOST_PARTS = 1 << 22  # of a document
-# Checkpoints hold the states of generators of random numbers. Python itself takes no longer number.
+# Checkpoints hold the states of random generators. Python itself accepts no longer number.
 _MOST_DIGITS_OF_ANY = 4300
 _PIPE_SECONDS = 10.0
 _LONG_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]+\s*\.\s*){64}""")
@@ -35,7 +35,8 @@ _HALVES = re.compile(r"[\ud800-\udfff]")
 
 
 def shown(value: object, most: int = 80) -> str:
-    """Return the value for a message: in one line, and short. Some values have no text, such as a number too long."""
+    """Return the value for a message: in one line, and short. Some values have no text, such as a number that is too
+    long."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):
@@ -44,17 +45,17 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def named_path(text: str) -> Path:
-    """Return the path that a user has named, with ~. pathlib raises where there is no such user."""
+    """Return the path that a user gave, with ~ expanded. pathlib raises if there is no such user."""
     return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
 def is_file(path: Path | str) -> bool:
-    """True if there is such a file, as far as this user may see; pathlib raises for a name that is too long."""
+    """True if there is such a file that this user can see; pathlib raises for a name that is too long."""
     return os.path.isfile(path)  # noqa: PTH113
 
 
 def is_folder(path: Path | str) -> bool:
-    """True if there is such a folder; see is_file."""
+    """True if there is such a folder that this user can see; see is_file."""
     return os.path.isdir(path)  # noqa: PTH112
 
 
@@ -66,14 +67,14 @@ def find_file(
     most_bytes: int = MOST_BYTES,
     is_given: bool = False,
 ) -> bytes | None:
-    """Return the content of a file; None: there is none.
+    """Return the content of a file; None: there is no such file.
 
     Args:
-        path: the file. What is no file, such as a pipe, does not hold up the caller.
+        path: the file. Anything but a regular file, such as a pipe, does not block the caller.
         refuse: makes the error.
-        called: what it is called in the error; "": by its path.
+        called: its name in the error; "": its path.
         most_bytes: a larger file is refused.
-        is_given: a user has named the file, so it may also be a pipe, as in --env-file <(command), or /dev/null.
+        is_given: the user named the file, so it may also be a pipe, as in --env-file <(command), or /dev/null.
     """
     called = called or str(path)
     try:
@@ -89,7 +90,7 @@ def find_file(
         parts: list[bytes] = []
         num_bytes, deadline = 0, time.monotonic() + _PIPE_SECONDS
         unended = refuse(f"{called} has no end within {_PIPE_SECONDS:g} s; name a file")
-        # Before its writer comes, a pipe reads as if it were empty.
+        # Before its writer opens it, a pipe reads as if it were empty.
         if stat.S_ISFIFO(mode) and not select.select([descriptor], [], [], _PIPE_SECONDS)[0]:
             raise unended
         while True:
@@ -130,15 +131,15 @@ def read_file(
 
 
 def read_text(path: Path | str, refuse: Refuse, *, called: str = "", most_bytes: int = MOST_BYTES) -> str:
-    """Return the text of a file that a user has named, as `text_of`."""
+    """Return the text of a file that a user named, as `text_of` does."""
     content = read_file(path, refuse, called=called, most_bytes=most_bytes, is_given=True)
     return text_of(content, refuse, f"{called or path} cannot be read")
 
 
 def text_of(content: bytes, refuse: Refuse, begin: str) -> str:
-    """Return what UTF-8 says, without a byte order mark, and with lines that end as Unix has it.
+    """Return the content decoded as UTF-8, without a byte order mark and with Unix line ends.
 
-    `begin` is the begin of the error, before a colon.
+    `begin` is the beginning of the error, before a colon.
     """
     begin = f"{begin}: it is not text in UTF-8"
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -155,7 +156,7 @@ def text_of(content: bytes, refuse: Refuse, begin: str) -> str:
 
 
 def parsed(parse: Callable[[], Any], refuse: Refuse, called: str, form: str) -> Any:
-    """Return what a parser makes of a text, whatever it raises. `form` is said then, such as "is not TOML"."""
+    """Return what a parser makes of a text. Whatever it raises becomes an error with `form`, such as "is not TOML"."""
     begin = f"{called} {form}".lstrip()
     try:
         return parse()
@@ -170,17 +171,17 @@ def parsed(parse: Callable[[], Any], refuse: Refuse, called: str, form: str) -> 
 
 
 def toml_of(text: str, refuse: Refuse, called: str) -> dict[str, Any]:
-    """Return a document of TOML."""
-    import tomllib  # is of Python 3.11
+    """Return the content of a TOML document."""
+    import tomllib  # new in Python 3.11
 
-    if long := _LONG_KEY.search(text):  # its time is the square of the number of parts
+    if long := _LONG_KEY.search(text):  # parsing takes time quadratic in the number of parts
         raise refuse(f"{called}, line {text.count(chr(10), 0, long.start()) + 1}: a name has more than 64 parts")
     value: dict[str, Any] = parsed(lambda: checked(tomllib.loads(text)), refuse, called, "is not TOML")
     return value
 
 
 def shown_text(text: str, most: int = 200) -> str:
-    """Return a text, or what was made of it, for a message: in one line, short, and without control characters."""
+    """Return a text, or a value parsed from it, for a message: in one line, short, and without control characters."""
     shown_part = "".join(letter if letter.isprintable() else "?" for letter in text[:most])
     return shown_part if len(text) <= most else f"{shown_part}..."
 
@@ -194,14 +195,15 @@ def json_of(
     any_text: bool = False,
     any_number: bool = False,
 ) -> dict[str, Any]:
-    """Return an object of JSON, without a key that is there twice.
+    """Return a JSON object. A key that occurs twice is refused.
 
     Args:
         content: the JSON, in UTF-8.
         refuse, called: see find_file.
-        form: what is said of other content.
-        any_text: also halves of characters, which have no UTF-8. So Python reads names of files that are not UTF-8.
-        any_number: also NaN and infinity, and whole numbers of more than 20 digits, as states of generators are.
+        form: what the error says about other content.
+        any_text: allow lone surrogates, with which Python represents file names that are not UTF-8.
+        any_number: allow NaN and infinity, and whole numbers of more than 20 digits, as in the states of random
+            generators.
     """
 
     text = content if isinstance(content, str) else text_of(content, refuse, f"{called} {form}".lstrip())
@@ -221,16 +223,16 @@ def json_of(
 
 
 def message_of(line: bytes | str) -> dict[str, Any]:
-    """Return the object that another process of ours has sent. Metrics may be NaN, and names not UTF-8.
+    """Return the object that another process of mpitrain sent. Metrics may be NaN, and names may not be UTF-8.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not such an object.
     """
     return json_of(line, ValueError, "the message", form="is none", any_text=True, any_number=True)
 
 
 class MessageLines:
-    """Messages on a way of bytes, one in a line. A line that is no message is left out, such as a login's greeting."""
+    """Messages in a stream of bytes, one per line. Other lines, such as a login's greeting, are skipped."""
 
     def __init__(self, most_bytes: int = 1 << 30) -> None:
         self._most_bytes = most_bytes
@@ -243,7 +245,7 @@ class MessageLines:
         self._rest.append(first)
         self._num_bytes += len(first)
         if self._num_bytes > self._most_bytes:
-            self._rest = [b""]  # its rest is no message either
+            self._rest = [b""]  # the rest of the line is not a message either
         for other in others:
             line, self._rest, self._num_bytes = b"".join(self._rest), [other], len(other)
             if line.startswith(b"{"):
@@ -255,7 +257,7 @@ class MessageLines:
 
 
 def whole(text: str, least: int, most: int) -> int | None:
-    """Return a whole number that was written in digits, 0 to 9; None: it is none from `least` to `most`."""
+    """Return a whole number written in digits, 0 to 9; None: the text is not a number from `least` to `most`."""
     if not re.fullmatch(r"[0-9]{1,20}", text):
         return None
     return int(text) if least <= int(text) <= most else None
@@ -266,7 +268,8 @@ def _reason(error: Exception) -> str:
 
 
 def checked(value: Any, *, any_number: bool = False) -> Any:
-    """Refuse what is nested too deeply, or is large because it names the same part often; and too long numbers."""
+    """Refuse a value that is nested too deeply, or large because it refers to the same part often, and numbers that are
+    too long."""
     level, num_parts = [value], 0
     for _ in range(_MOST_DEPTH):
         below: list[Any] = []

@@ -1,4 +1,4 @@
-"""What a process does in a job with servers."""
+"""The role of a process in a job with servers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ _KINDS: dict[str, _Kind] = {"server": "server", "shard": "shard", "worker": "wor
 
 @dataclass(frozen=True)
 class Role:
-    """The part of one process.
+    """The role of one process.
 
     Attributes:
         kind: a server holds parameters and hands out units, a worker computes gradients. A shard is a further server,
             which holds a part of the parameters. "": the ranks are equal.
         addresses: where a server listens, or where a worker may find the first one, as HOST:PORT. A shard has its own
-            address, and then that of the first server. None where servers tell their addresses over MPI.
-        key: the file with the servers' keys, or with the key of a worker; "": the key comes over MPI too.
+            address, followed by that of the first server. None: servers exchange their addresses over MPI.
+        key: the file with the servers' keys, or with the key of a worker; "": the key also comes over MPI.
         environment: the file with the code and packages of this process, as JSON; "": they are not compared.
-        division: where this process tells how servers divide its parameters, before it ends; "": it trains.
+        division: the file to which this process writes how servers divide its parameters, before it ends; "": it
+            trains.
         plain: the network interface of a connection without encryption; "": all bytes are encrypted.
-        num_workers: for a server: how many workers were started with it, and will surely come; 0: not known.
-        num_servers: how many servers there are, with the first one; 0: a worker that the first one tells.
+        num_workers: for a server: the number of workers that were started with it and will certainly connect; 0: not
+            known.
+        num_servers: the number of servers, including the first; 0: a worker, which learns it from the first server.
         number: of this server; the first one is 0.
     """
 
@@ -46,7 +48,7 @@ def role_of(context: JobContext, rank: int, node_ranks: Sequence[int]) -> Role:
     """Return the role of a rank. `node_ranks` are the numbers of the ranks' nodes, by rank.
 
     Raises:
-        ConfigError: no role is left for a worker, or the launcher has named an unknown role. Raised on every rank.
+        ConfigError: no rank is left for a worker, or the launcher has named an unknown role. Raised on every rank.
     """
     if context.serve.kind:
         if context.serve.kind not in _KINDS:
@@ -80,7 +82,7 @@ def role_of(context: JobContext, rank: int, node_ranks: Sequence[int]) -> Role:
 def server_ranks(node_ranks: Sequence[int], num_servers: int) -> list[int]:
     """Return the ranks that are servers, in order: the first rank of each node, then the second, and so on.
 
-    So each server has the network link of a node for itself, as far as there are nodes.
+    So each server has a node's network link to itself, as long as there are enough nodes.
     """
     place = [node_ranks[:rank].count(node) for rank, node in enumerate(node_ranks)]
     return sorted(range(len(node_ranks)), key=lambda rank: (place[rank], node_ranks[rank], rank))[:num_servers]

@@ -1,4 +1,4 @@
-"""Sizes and names as tables and lines show them."""
+"""Sizes and names, formatted for tables and messages."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ def shown_bytes(num_bytes: int) -> str:
 
 
 def shown_name(text: str) -> str:
-    """Return a name without characters that cannot be printed; "..." stands for what does not fit into a table."""
+    """Return a name without unprintable characters; "..." replaces what does not fit into a table."""
     short = text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 3]}..."
     return "".join(letter if letter.isprintable() else "?" for letter in short)
 
 
 def shown_report(text: str) -> str:
-    """Return the text of an error without the middle of what is too long for a pipe (64 KiB) that nobody may read."""
+    """Return the text of an error, without the middle if it is too long for a pipe (64 KiB), which may have no
+    reader."""
     half = _MOST_REPORT // 2
     if len(text) <= _MOST_REPORT:
         return text

@@ -1,7 +1,7 @@
-"""Small files in which commands keep what they have found, for this user and for `mpitrain dashboard`.
+"""Small files in which commands keep their results, for this user and for `mpitrain dashboard`.
 
-They are in `~/.local/state/mpitrain` (XDG_STATE_HOME moves it), one JSON object each, with the number of its form. Each
-is replaced as a whole, so that none is ever half written.
+They are in `~/.local/state/mpitrain` (XDG_STATE_HOME moves it), one JSON object each, with the version of its format.
+Each is replaced atomically, so that none is ever half written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def state_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of what this user has made and can make again. Machines with a common home folder share it.
+    """Return the folder for what this user can produce again. Machines with a common home folder share it.
 
     Raises:
         DataError: this user has no home folder, and XDG_CACHE_HOME is not set.
@@ -39,7 +39,7 @@ def cache_folder() -> Path:
 
 
 def _users_folder(variable: str, below_home: str) -> Path:
-    """Return the folder of mpitrain in the one that the variable names, or in one below the home folder."""
+    """Return mpitrain's folder, in the folder that the variable names or else in one below the home folder."""
     try:
         base = os.environ.get(variable) or str(Path.home() / below_home)
     except RuntimeError:
@@ -51,7 +51,7 @@ def _users_folder(variable: str, below_home: str) -> Path:
 
 
 def keep_state(path: Path, version: int, content: Mapping[str, Any]) -> None:
-    """Replace the file at `path` by this content, for this user's eyes alone. Make missing folders.
+    """Replace the file at `path` with this content, readable by this user only. Make missing folders.
 
     Raises:
         MpitrainError: the file cannot be written. An earlier one is unchanged.
@@ -77,7 +77,8 @@ def keep_state(path: Path, version: int, content: Mapping[str, Any]) -> None:
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file, for this user alone if it is new. Whatever happens, it has the old content or the new one."""
+    """Write a file, readable by this user only if it is new. Whatever happens, it has either the old or the new
+    content."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     try:
@@ -90,7 +91,7 @@ def replace_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def why_nothing_is_kept() -> str:
-    """Return why `keep_state` would fail in this user's folder now; empty if it would not."""
+    """Return why `keep_state` would fail in this user's folder now; empty if it would succeed."""
     try:
         folder = state_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -110,11 +111,11 @@ def read_state(path: Path, version: int, most_bytes: int) -> dict[str, Any] | No
 
     Args:
         path: the file.
-        version: the newest form that the caller can read.
+        version: the newest format that the caller can read.
         most_bytes: a larger file is refused.
 
     Raises:
-        DataError: the file cannot be read, is damaged, of a newer form, or too large.
+        DataError: the file cannot be read, is damaged, of a newer format, or too large.
     """
     text = find_file(path, DataError, most_bytes=most_bytes)
     if text is None:

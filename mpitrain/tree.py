@@ -1,6 +1,6 @@
 """Trees: any nesting of dicts, lists, tuples (named ones too) and None around arrays and numbers.
 
-Dicts are walked by sorted key, so ranks that filled equal dicts in another order still agree.
+Dicts are walked by sorted key, so ranks that filled equal dicts in different orders still agree.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Leaf]]:
 
 
 def plain_leaves(tree: Tree) -> Iterator[tuple[str, Leaf]]:
-    """As `leaves`, for what takes the values alone: an array that has more, such as a mask, is a TreeError."""
+    """As `leaves`, for callers that use values only: an array with more, such as a mask, is a TreeError."""
     for path, leaf in leaves(tree):
         check_class(leaf, f"leaf {path or 'at the top'}")
         yield path, leaf
 
 
 def rebuild(tree: Tree, replacement: Callable[[], Leaf]) -> Tree:
-    """A tree of the same form whose leaves are successive calls of `replacement`, in the order of `leaves`."""
+    """A tree of the same form whose leaves come from successive calls of `replacement`, in the order of `leaves`."""
     if isinstance(tree, dict):
         children = {key: rebuild(tree[key], replacement) for key in sorted(tree, key=repr)}
-        result = copy.copy(tree)  # keeps the caller's kind of dict and its own order
+        result = copy.copy(tree)  # keeps the caller's class of dict and its order
         for key, child in children.items():  # not update(): a Counter would add
             result[key] = child
         return result
@@ -69,10 +69,10 @@ def rebuild(tree: Tree, replacement: Callable[[], Leaf]) -> Tree:
 
 
 def num_samples(tree: Tree) -> int:
-    """How many samples the arrays of `tree` have along their first dimension.
+    """The number of samples: the length of the arrays of `tree` along their first dimension.
 
     Raises:
-        DataError: there is no array, one has no dimension, or they are of unequal lengths.
+        DataError: there is no array, one has no dimension, or their lengths differ.
     """
     lengths_of_leaves = [(path or "the array", len(leaf) if numpy.ndim(leaf) else None) for path, leaf in leaves(tree)]
     lengths = {length for _, length in lengths_of_leaves if length is not None}

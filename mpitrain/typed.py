@@ -1,4 +1,4 @@
-"""Dataclasses from what JSON has, each field checked against its annotation."""
+"""Dataclasses made from JSON values, each field checked against its annotation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_NUMBER = 1e300
 
 
 def made(cls: type[Made], fields: Mapping[str, Any], **given: Any) -> Made:
-    """Return a dataclass from fields as JSON has them, each checked against its type, and from those that are given.
+    """Return a dataclass made from JSON fields, each checked against its type, and from the fields in `given`.
 
     Raises:
         ValueError: a field is unknown, missing, or of another type.
@@ -33,10 +33,10 @@ def made(cls: type[Made], fields: Mapping[str, Any], **given: Any) -> Made:
 
 
 def fitting(value: Any, kind: Any, name: str) -> Any:
-    """Return a value of JSON as `kind`, which is the annotation of a field.
+    """Return a JSON value as `kind`, the annotation of a field.
 
     Raises:
-        ValueError: it is none. `name` is what it is called.
+        ValueError: it does not fit. `name` is the field's name in the text.
     """
     origin, kinds = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or (origin is typing.Literal and value in kinds):

@@ -1,4 +1,4 @@
-"""Values with units, as options take them: `10s`, `1.5h`, `1Gbit/s`, `25MiB`."""
+"""Option values with units: `10s`, `1.5h`, `1Gbit/s`, `25MiB`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Converter = Callable[[str], float]
 
 
 def _quantity(units: Mapping[str, float], example: str, lowest: float, highest: float, unit: str) -> _Converter:
-    """Return what converts an option's text; limits and the result are in `unit`."""
+    """Return the function that converts an option's text; limits and the result are in `unit`."""
 
     def convert(text: str) -> float:
         match = re.fullmatch(r"([0-9.eE+-]+?)\s*([A-Za-z/]+)", text.strip())
@@ -44,7 +44,7 @@ _timeout = _quantity(_TIME, "60s", *SECONDS, "s")
 
 
 def timeout(text: str) -> float:
-    """Convert a time within the limits of settings to seconds; 0 is none."""
+    """Convert a time within the limits of settings to seconds; 0 means no limit."""
     return 0.0 if text.strip() in ("0", "0s") else _timeout(text)
 
 
@@ -54,24 +54,24 @@ def seconds_or_0(text: str) -> float:
 
 
 def seconds_list(text: str) -> list[float]:
-    """Convert times with commas between them."""
+    """Convert times that are separated by commas."""
     return [seconds(one) for one in text.split(",")]
 
 
 class Renamed(argparse.Action):
-    """An option that has another name here: an error says which."""
+    """An option that now has another name; the error gives it."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         parser.error(f"{self.option_strings[0]} {self.const}")
 
 
 def add_renamed(parser: argparse.ArgumentParser, **names: str) -> None:
-    """Declare options that have other names now: `start_seconds="--start-timeout 60s"`."""
+    """Declare options that have been renamed: `start_seconds="--start-timeout 60s"`."""
     add_foreign(parser, {f"--{old.replace('_', '-')}": f"is now {new}" for old, new in names.items()})
 
 
 def add_foreign(parser: argparse.ArgumentParser, sentences: Mapping[str, str]) -> None:
-    """Declare options that only end in an error: the option, and its sentence."""
+    """Declare options that only raise an error: the option, and its sentence."""
     for option, sentence in sentences.items():
         parser.add_argument(
             option, action=Renamed, nargs="?", const=sentence, dest=argparse.SUPPRESS, help=argparse.SUPPRESS

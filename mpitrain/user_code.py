@@ -1,4 +1,4 @@
-"""Whose code a line of a traceback or of a stack is: the user's own, or one of Python, of a package, or of mpitrain."""
+"""Who owns a line of a traceback or stack: the user, Python, an installed package, or mpitrain."""
 
 from __future__ import annotations
 
@@ -10,5 +10,6 @@ _OWN = f"{os.path.dirname(__file__)}/"  # noqa: PTH120 (pathlib costs the import
 
 
 def is_of_user(path: str) -> bool:
-    """True for a file of the user; False for one of Python, of an installed package or of mpitrain, and for no file."""
+    """True for a file of the user; False for a file of Python, of an installed package or of mpitrain, and for code
+    without a file."""
     return not (_FOREIGN.search(path) or path.startswith(_OWN))

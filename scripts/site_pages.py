@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import posixpath
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,17 @@ PACKAGES = {
     "jax": ("JAX", "mpitrain.jax"),
     "horovod": ("Horovod", "mpitrain.horovod.torch"),
 }
+# Above the first block of the first page.
+FIRST_LINKS = "\n".join(
+    f"[{text}]({page}){{ .md-button {kind}}}"
+    for text, page, kind in (
+        ("Get started", "docs/tutorials/get-started.md", ".md-button--primary "),
+        ("PyTorch", "docs/how-to/pytorch.md", ""),
+        ("A cluster", "docs/tutorials/first-cluster.md", ""),
+        ("Commands", "docs/reference/cli.md", ""),
+        ("Python API", "api/index.md", ""),
+    )
+)
 NOTEBOOK = ".ipynb"
 # iframe-worker 1.0.4 of npm, MIT license: it lets search work in pages from the disk.
 ASSETS = ("iframe-worker/index.js", "iframe-worker/LICENSE", "site.css")
@@ -43,10 +55,22 @@ LINK = re.compile(r'(?P<before>\]\(|\ssrc="|\shref=")(?P<target>[^)"\s#]+)(?P<an
 
 
 def on_config(config: Any) -> Any:
-    """Name the version in the head of each page. Called by MkDocs, once in a build."""
+    """Name the version and the repository in the head of each page. Called by MkDocs, once in a build."""
     version = re.search(r'^__version__ = "(.+)"', (REPOSITORY / "mpitrain/__init__.py").read_text(), re.M)
     config.site_name = f"{config.site_name} {version[1] if version else ''}"
+    if not config.repo_url:
+        words = ["git", "-C", str(REPOSITORY), "config", "remote.origin.url"]
+        config.repo_url = web_address(subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip())
+    config.repo_name = "Repository"
     return config
+
+
+def web_address(remote: str) -> str:
+    """Return the page of a remote repository, or "" for one that has no page, such as a folder."""
+    ssh = re.fullmatch(r"(?:ssh://)?(?:[\w.-]+@)([\w.-]+)[:/](.+?)(?:\.git)?/?", remote)
+    if ssh:
+        return f"https://{ssh[1]}/{ssh[2]}"
+    return re.sub(r"(\.git)?/?$", "", remote) if re.match(r"https?://[^@]+$", remote) else ""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -73,8 +97,9 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     """Return the text with links to pages of the site. Called by MkDocs for each page."""
     if page.file.src_uri == "index.md":
         page.meta["hide"] = ["navigation"]
+        markdown = markdown.replace("\n```", f"\n{FIRST_LINKS}\n\n```", 1)
     if page.file.src_uri.startswith("source/"):  # below the pages that say how to use what is in it
-        page.meta["search"] = {"boost": 0.1}
+        page.meta["search"] = {"boost": 0.01}
     base = posixpath.dirname(source_of(page.file))
     pages = {source_of(file): file.src_uri for file in files}
 

@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain.compression import CODECS
 from mpitrain.compression.codec import Codec
-from mpitrain.compression.kernels import SMALLEST_ABSMAX, can_compile
+from mpitrain.compression.kernels import INT4_SMALLEST_ABSMAX, SMALLEST_ABSMAX, can_compile
 
 # All codecs, and those that are made by a setting alone.
 FORMS = [*CODECS, "top_k:0.02:2"]
@@ -53,7 +53,9 @@ def in_blocks(magnitudes: list[float]) -> numpy.ndarray:
     return (values * numpy.array(magnitudes)[:, None]).astype(numpy.float32).ravel()
 
 
-BOUNDARIES = [float(SMALLEST_ABSMAX), float(numpy.nextafter(SMALLEST_ABSMAX, numpy.float32(0))), 1e-38, 1e-45]
+BOUNDARIES = [1e-38, 1e-45]
+for _smallest in (SMALLEST_ABSMAX, INT4_SMALLEST_ABSMAX):
+    BOUNDARIES += [float(_smallest), float(numpy.nextafter(_smallest, numpy.float32(0)))]
 BOUNDARIES += [float(LARGEST), float(numpy.nextafter(LARGEST, numpy.float32(0))), 3e38, 1.0, 127.0, 0.0]
 
 

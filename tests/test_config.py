@@ -63,7 +63,7 @@ def test_unknown_variable(variable: str, meant: str) -> None:
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(JobContext)])
 def test_what_only_the_launcher_tells_a_rank(name: str) -> None:
     """Neither a variable nor an argument sets it. The launcher's own variable is no setting."""
-    reason = "is no setting: `mpitrain run` and `mpitrain verify` tell it to the ranks themselves; leave it out"
+    reason = "is not a setting: `mpitrain run` and `mpitrain verify` pass it to the ranks themselves; leave it out"
     variable = f"MPITRAIN_{name.upper()}"
     with pytest.raises(ConfigError) as caught:
         read_config({variable: "1"}, {})

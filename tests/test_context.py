@@ -24,6 +24,7 @@ FULL = JobContext(
     columns=132,
     recover=1,
     exchange="mpitrain",
+    tf_config=1,
     must_copy=1,
     verify=VerifyTask("/tmp/a record", 7),
     plan=PlanTask("/tmp/times.json", 9, ("1", "2")),

@@ -299,7 +299,7 @@ def test_settings() -> None:
     named = {name for text in TEXTS.values() for name in re.findall(rf"(?<!_){PREFIX}[A-Z]+(?:_[A-Z]+)*", text)}
     assert named == {PREFIX + field.name.upper() for field in dataclasses.fields(Config)} | {ENV_FILE, KEY}
     text = TEXTS["docs/reference/configuration.md"].partition("\n## Settings\n")[2].partition("\n## ")[0]
-    ours, _, of_launcher = text.partition("The commands alone read")
+    ours, _, of_launcher = text.partition("Only the commands read")
     assert re.findall(rf"^\| `{PREFIX}(\w+)` \|", ours, re.M) == [f.name.upper() for f in dataclasses.fields(Config)]
     assert re.findall(r"^\| `(\w+)` \|", of_launcher, re.M) == [ENV_FILE, KEY]
 

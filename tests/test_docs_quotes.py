@@ -61,7 +61,7 @@ QUOTES: dict[str, list[tuple[str, str]]] = {
     ],
     "how-to/parameter-server": [
         (r"lasts for more than (\d+) s, the STATE", "launch.jobs._SILENT_SECONDS"),
-        (r"the table has those (\d+) that joined last", "server.status._MOST_GONE"),
+        (r"the table has the (\d+) that joined last", "server.status._MOST_GONE"),
         (r"in one process, for (\d+) s at most", "launch.served._MOST_SIZES_SECONDS"),
         (r"look up code, packages and MPI for at most (\d+) s", "launch.served._MOST_SECONDS"),
         (r"over the last (\d+) s, or over the last", "server.status._LOOKS - 1"),

@@ -35,10 +35,10 @@ def test_a_place(where: Any, ranks: tuple[int, ...]) -> None:
 def test_no_place(where: Any) -> None:
     """cuda:0 is on two hosts, so it needs one."""
     first = where[-1] if isinstance(where, list) else where
-    with pytest.raises(ValueError, match=r"is no place of this World") as raised:
+    with pytest.raises(ValueError, match=r"is not a place of this World") as raised:
         PLACES.ranks(where)
     assert str(raised.value) == (
-        f"where={first!r} is no place of this World; there are ranks 0 to 4, 'node 0' (ranks 0,1), 'node 1' (ranks "
+        f"where={first!r} is not a place of this World; there are ranks 0 to 4, 'node 0' (ranks 0,1), 'node 1' (ranks "
         "2,3), 'node 2' (rank 4), 'a' (ranks 0,1), 'b' (ranks 2,3), 'c' (rank 4), 'a/cuda:0' (rank 0), 'a/cuda:1' "
         "(rank 1), 'b/cuda:0' (ranks 2,3)"
     )

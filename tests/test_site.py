@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from jobs import REPOSITORY
 
 pytest.importorskip("mkdocs", reason="the extra site is not installed")
 BUILD_SECONDS = 600.0
+ADDRESS = "https://example.org/ada/mpitrain"
 # Read by the browser from another machine, as soon as the page is shown.
 LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "src"}
 
@@ -64,7 +66,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     done = subprocess.run(
         command,
         cwd=REPOSITORY,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "REPOSITORY_URL": ADDRESS},
         capture_output=True,
         text=True,
         check=False,
@@ -82,6 +84,31 @@ def page_of(pages: dict[Path, Page], name: str) -> Page:
 def html_of(path: Path) -> str:
     """The page of a document, below the site's folder."""
     return path.relative_to(REPOSITORY / "docs").with_suffix(".html").as_posix()
+
+
+@pytest.mark.parametrize(
+    ("remote", "page"),
+    [
+        ("git@example.org:ada/mpitrain.git", "https://example.org/ada/mpitrain"),
+        ("ssh://git@example.org/ada/mpitrain", "https://example.org/ada/mpitrain"),
+        ("https://example.org/ada/mpitrain.git", "https://example.org/ada/mpitrain"),
+        ("https://ada:secret@example.org/ada/mpitrain", ""),
+        ("/srv/git/mpitrain.git", ""),
+        ("", ""),
+    ],
+)
+def test_the_page_of_a_repository(remote: str, page: str) -> None:
+    assert runpy.run_path(str(REPOSITORY / "scripts/site_pages.py"))["web_address"](remote) == page
+
+
+def test_each_page_leads_to_the_repository_and_to_its_neighbours(pages: dict[Path, Page]) -> None:
+    page = page_of(pages, "how-to/monitor.html")
+    assert ADDRESS in page.links
+    assert {"fault-tolerance.html", "performance.html"} <= set(page.links)
+    first = page_of(pages, "index.html")
+    assert {"tutorials/get-started.html", "how-to/pytorch.html", "reference/cli.html", "api/index.html"} <= set(
+        first.links
+    )
 
 
 def test_every_document_is_a_page(pages: dict[Path, Page]) -> None:

@@ -1,4 +1,4 @@
-"""Accumulate: gradients of a batch that is too large for the memory, piece by piece."""
+"""Accumulate: gradient accumulation for a batch that is too large for the memory, piece by piece."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mpitrain.world.world import World
 
 
 class Accumulate(AdapterAround):
-    """An Adapter that gives the model at most `per_rank_batch` samples at once, and adds up the gradients.
+    """An Adapter that passes the model at most `per_rank_batch` samples at once, and adds up the gradients.
 
-    The note of a step is that of the last piece. The state does not hold the number of pieces.
+    The note of a step is that of the last piece. The number of pieces is not in the state.
 
     A step is still one step: the global batch, its mean, the schedule and the optimizer do not change. Gradients are
     exchanged once, while the model computes the last piece. The weight of a piece is its number of samples. While a
@@ -28,7 +28,7 @@ class Accumulate(AdapterAround):
     divides_as_inner = True
 
     def __init__(self, adapter: Adapter, *, per_rank_batch: int) -> None:
-        """Not collective: ranks may have different `per_rank_batch`, each as large as its memory allows.
+        """Not collective: `per_rank_batch` may differ between ranks: each may be as large as the rank's memory allows.
 
         Args:
             adapter: the model's Adapter. Batches are trees of arrays with the samples along the first dimension.
@@ -56,7 +56,7 @@ class Accumulate(AdapterAround):
             return self._adapter.loss_and_gradients(batch, on_gradient)
         pieces = [part_of(count, number, num_pieces) for number in range(num_pieces)]
         sums: dict[int, Array] = {}
-        counted = [0] * len(self.layout)  # by parameter: the number of pieces that have handed in its gradient
+        counted = [0] * len(self.layout)  # by parameter: the number of pieces that have passed on its gradient
         loss = 0.0
         for part in pieces:
             share = (part.stop - part.start) / count
@@ -78,7 +78,7 @@ class Accumulate(AdapterAround):
                         sums[index] += weighted
                     else:
                         sums[index] = weighted
-                # A gradient that is missing for a piece is not handed in: it counts as missing, as without pieces.
+                # If a gradient is missing for a piece, it is not passed on: it counts as missing, as without pieces.
                 if counted[index] == num_pieces:
                     on_gradient(index, sums.pop(index, None))
 
@@ -107,6 +107,6 @@ class Accumulate(AdapterAround):
         return seeded_of(self._adapter).seeded(key)
 
     def count_steps(self, world: World) -> Any:
-        """What notes the adapter's steps, as TorchModule does; None: the adapter cannot note them."""
+        """Return the object that notes the adapter's steps, as TorchModule does; None: the adapter cannot note them."""
         count_steps = getattr(self._adapter, "count_steps", None)
         return count_steps and count_steps(world)

@@ -17,8 +17,8 @@ from mpitrain.reducer.division import Division
 from mpitrain.reducer.means import Remarks
 from mpitrain.tree import Tree
 
-# Is called with a parameter's index and its gradient, as soon as the backward pass has it. The gradient is None if the
-# loss does not depend on the parameter.
+# Called with a parameter's index and its gradient, as soon as the backward pass has computed it. The gradient is None
+# if the loss does not depend on the parameter.
 OnGradient: TypeAlias = Callable[[int, Array | None], None]
 
 
@@ -29,20 +29,20 @@ class LocalModel(Protocol):
     def layout(self) -> Sequence[Parameter]:
         """The name, shape and dtype of every parameter. A parameter's index is its position here.
 
-        This lists what is trained, and then what else changes by a mean over the samples, such as running means. An
-        adapter with such buffers has their number as `num_buffers`. A server with stale gradients takes smaller changes
-        of them.
+        It lists the trained parameters, and then everything else that changes by a mean over the samples, such as
+        running means. An adapter with such buffers has their number as `num_buffers`. A server with stale gradients
+        applies their changes scaled down.
         """
         ...
 
     def parameters(self) -> dict[str, Array]:
-        """Return the parameters, and what else must be equal on all ranks, by name. They are not copies."""
+        """Return the parameters, and everything else that must be equal on all ranks, by name. They are not copies."""
         ...
 
     def load_parameters(self, values: Mapping[str, Array]) -> None:
-        """Overwrite the parameters with `values`, host or device arrays of the same names, shapes and dtypes.
+        """Overwrite the parameters with `values`, CPU or GPU arrays of the same names, shapes and dtypes.
 
-        Copies the values: the caller changes them later.
+        The values are copied, because the caller changes them later.
         """
         ...
 
@@ -60,7 +60,7 @@ class Adapter(LocalModel, Protocol):
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The factor of the gradients that are handed in; None: they are not scaled.
+        """The factor by which the gradients are scaled; None: they are not scaled.
 
         The strategy divides by it, updates it, and skips a step if the scale made gradients infinite.
         """
@@ -72,32 +72,32 @@ class Adapter(LocalModel, Protocol):
         ...
 
     def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
-        """Return this rank's mean loss over its batch, and hand in every gradient on the way, in any order.
+        """Return this rank's mean loss over its batch, and call `on_gradient` for every gradient, in any order.
 
         A batch of no samples gives loss 0 and gradients of zeros.
         """
         ...
 
     def note(self) -> Any:
-        """Return what every rank must know of this rank's last `loss_and_gradients`, besides gradients; None: nothing.
+        """Return what all ranks must know of this rank's last `loss_and_gradients` besides gradients; None: nothing.
 
-        The note may be any value that can be pickled, if equal notes have an equal repr and others do not. The note of
-        a worker comes to its server over a network. If the adapter has a method `check_note(note)`, the server calls it
-        first; the method raises GradientError for what `note` cannot have returned.
+        The note may be any value that can be pickled, provided that two notes have the same repr if and only if they
+        are equal. A worker's note reaches its server over a network. If the adapter has a method `check_note(note)`,
+        the server calls it first; the method raises GradientError for a value that `note` cannot have returned.
         """
         ...
 
     def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
-        """Make one step of the optimizer, with mean gradients in flat buffers by dtype, in layout order.
+        """Make one step of the optimizer with the mean gradients, which are in flat buffers by dtype, in layout order.
 
-        The buffers are on the host or where the parameters are, and may be overwritten. `remarks` says which parameters
-        no rank has used, and what the ranks have noted. The mean gradient of a parameter that no rank has used is 0.
-        Return the learning rate that was used.
+        The buffers are on the CPU or on the device of the parameters, and may be overwritten. `remarks` lists the
+        parameters that no rank has used, and the ranks' notes. The mean gradient of a parameter that no rank has used
+        is 0. Return the learning rate that was used.
         """
         ...
 
     def measure_gradient_norm(self) -> None:
-        """Let the next `apply_gradients` measure the norm of the mean gradient."""
+        """Make the next `apply_gradients` measure the norm of the mean gradient."""
         ...
 
     def gradient_norm(self) -> float | None:
@@ -111,14 +111,14 @@ class DividedAdapter(Adapter, Protocol):
     a part of it."""
 
     def divisions(self, num_servers: int) -> tuple[Division, Division]:
-        """Return how `layout` and how `parameters` are divided between so many servers, the same in every process.
+        """Return how `layout` and `parameters` are divided between this many servers, the same in every process.
 
-        What `layout` and `parameters` both have is on the same server in both.
+        An entry of both `layout` and `parameters` is on the same server in both.
         """
         ...
 
     def dividable_optimizer(self) -> str:
-        """Return class and settings of the optimizer, before any restore. They must be equal on all servers.
+        """Return the optimizer's class and settings, before any restore. They must be equal on all servers.
 
         Raises:
             ConfigError: the optimizer cannot update a part.
@@ -126,12 +126,12 @@ class DividedAdapter(Adapter, Protocol):
         ...
 
     def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
-        """Let `apply_gradients` change only the part of a server, and take flat buffers of this part alone.
+        """Make `apply_gradients` change only the part of a server, and take flat buffers of this part only.
 
         Args:
             number: of the server; the first one is 0.
-            norm_of_all: `apply_gradients` calls it where it needs the norm of the gradients, with the norm of the
-                part's. It returns the norm of the gradients of all parts.
+            norm_of_all: `apply_gradients` calls it with the norm of the part's gradients, if it needs the norm. It
+                returns the norm of the gradients of all parts.
 
         Raises:
             ConfigError: as for `dividable_optimizer`.
@@ -139,53 +139,53 @@ class DividedAdapter(Adapter, Protocol):
         ...
 
     def plan_update(self) -> dict[str, Any]:
-        """Return what all servers must know of the next update, as JSON can hold it: the number of the step, the
+        """Return what all servers must know about the next update, as JSON values: the number of the step, the
         learning rate, whether the norm is needed."""
         ...
 
     def follow_plan(self, plan: Mapping[str, Any]) -> None:
-        """Let the next `apply_gradients` make the update of a `plan_update`."""
+        """Make the next `apply_gradients` follow the result of `plan_update`."""
         ...
 
     def part_state(self, number: int) -> dict[str, Any]:
-        """Return parameters and optimizer state of the part of a server, by name: arrays, and what JSON can hold.
+        """Return parameters and optimizer state of the part of a server, by name: arrays and JSON values.
 
-        The arrays are not copies. `update_only` comes before.
+        The arrays are not copies. Call `update_only` first.
         """
         ...
 
     def take_part_state(self, number: int, state: Mapping[str, Any], gone: Sequence[str]) -> None:
-        """Copy what `part_state` has returned, or some of it, from the same model in another process.
+        """Copy the result of `part_state`, or some of it, from the same model in another process.
 
-        `gone` are names that are not in it any more.
+        `gone` lists names that are no longer in it.
         """
         ...
 
 
 class OptimizerShard(Protocol):
-    """The part of an optimizer that one rank has: its state for the elements that the rank owns. Nothing communicates.
+    """One rank's part of an optimizer: its state for the elements that the rank owns. No method communicates.
 
-    While there is one, `apply_gradients` of the adapter changes no parameter. It writes the new values of the owned
-    elements into the flat buffers, over their gradients; the other elements of the buffers may have any values.
+    While a shard exists, `apply_gradients` of the adapter changes no parameter. It overwrites the gradients of the
+    owned elements in the flat buffers with their new values; the other elements of the buffers may have any values.
     `restore` takes the state of the whole optimizer, as from an adapter without a shard.
     """
 
     @property
     def settings(self) -> str:
-        """The optimizer in a text, as it is now. Equal texts and equal rates, equal updates."""
+        """A text that describes the optimizer as it is now. Equal texts and equal learning rates give equal updates."""
         ...
 
     @property
     def was_skipped(self) -> bool:
-        """Whether the last update had gradients, and none was left when the optimizer made its step."""
+        """Whether the last update had gradients, but none remained when the optimizer made its step."""
         ...
 
     def take_updated(self, flats: Mapping[numpy.dtype, Array]) -> None:
-        """Take in the flat buffers of the last `apply_gradients`, with what all owners have written."""
+        """Copy the new values from the flat buffers of the last `apply_gradients`, which all owners have written."""
         ...
 
     def values(self) -> dict[str, Any]:
-        """Return the part's state without the arrays of `array`, for `lend`: what pickle can write."""
+        """Return the part's state without the arrays of `array`, for `lend`: an object that pickle can write."""
         ...
 
     def array_names(self) -> list[str]:
@@ -193,11 +193,11 @@ class OptimizerShard(Protocol):
         ...
 
     def array(self, name: str) -> dict[numpy.dtype, Array]:
-        """Return an array of the state for the owned elements, by dtype of the flat buffers. What is missing is 0."""
+        """Return an array of the state for the owned elements, by dtype of the flat buffers. Missing entries are 0."""
         ...
 
     def lend(self, values: Sequence[dict[str, Any]], arrays: Mapping[str, Mapping[numpy.dtype, Array]]) -> None:
-        """Let `state` of the adapter return the state of the whole optimizer, until the next `apply_gradients`.
+        """Make `state` of the adapter return the state of the whole optimizer, until the next `apply_gradients`.
 
         Args:
             values: by rank.
@@ -206,13 +206,14 @@ class OptimizerShard(Protocol):
         ...
 
     def begin_step(self) -> None:
-        """Forget what takes the memory of the whole optimizer: what was lent, and the state before the division."""
+        """Free what takes the memory of the whole optimizer: the lent state, and the state from before the division."""
         ...
 
     def close(self) -> None:
-        """Let the optimizer be used for whole parameters again. No step follows.
+        """Make the optimizer usable for whole parameters again. No step of this object follows.
 
-        It has no state; one of PyTorch for which no step has begun has that from before the division.
+        The optimizer then has no state. A PyTorch optimizer for which no step has begun has its state from before the
+        division.
         """
         ...
 
@@ -226,8 +227,8 @@ class ShardedAdapter(Adapter, Protocol):
 
         Args:
             owned: ranges of the flat buffers of `layout`.
-            norm_of_all: `apply_gradients` calls it where it needs the norm of the gradients, with the norm of those of
-                the owned elements. It returns the norm of the gradients of all.
+            norm_of_all: `apply_gradients` calls it with the norm of the owned elements' gradients, if it needs the
+                norm. It returns the norm of all gradients.
 
         Raises:
             ConfigError: the optimizer cannot do this, or it is divided already.
@@ -240,7 +241,7 @@ class ScaledAdapter(Adapter, Protocol):
     """An Adapter whose learning rate can be multiplied by a number, in one step."""
 
     def scale_next_rate(self, factor: float) -> None:
-        """Let the next `apply_gradients` multiply its learning rate by this number, a finite one of at least 0.
+        """Make the next `apply_gradients` multiply its learning rate by this finite number of at least 0.
 
         Raises:
             ConfigError: the optimizer cannot do this.
@@ -255,13 +256,13 @@ class SeededAdapter(Adapter, Protocol):
     def seeded(self, key: tuple[int, ...]) -> AbstractContextManager[None]:
         """Return a block in which `loss_and_gradients` draws random numbers that depend on the key alone.
 
-        After it, random numbers continue as if the block had not been.
+        After the block, random numbers continue as if it had drawn none.
         """
         ...
 
 
 class AdapterAround:
-    """An Adapter that gives the calls of Adapter on to another one, `_inner`. Its subclasses change some of them.
+    """An Adapter that passes the calls of Adapter on to another one, `_inner`. Subclasses change some of them.
 
     Attributes:
         divides_as_inner: `divided_of` and `sharded_of` return the inner one, which has the whole model and optimizer.
@@ -368,7 +369,7 @@ def scaled_of(adapter: Adapter) -> ScaledAdapter:
 
 
 def sharded_of(adapter: Adapter) -> ShardedAdapter:
-    """Return an adapter whose optimizer can be divided between ranks: this one, or the one that it is around.
+    """Return an adapter whose optimizer can be divided between ranks: this one, or the one inside it.
 
     Raises:
         ConfigError: this one's cannot.
@@ -383,7 +384,7 @@ def sharded_of(adapter: Adapter) -> ShardedAdapter:
 
 
 def divided_of(adapter: Adapter) -> DividedAdapter:
-    """Return an adapter that can be divided between servers: this one, or the one that it is around.
+    """Return an adapter that can be divided between servers: this one, or the one inside it.
 
     Raises:
         ConfigError: this one cannot.

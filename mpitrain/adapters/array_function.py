@@ -62,11 +62,11 @@ class ArrayFunction:
                 the beginning of the backward pass: there it costs nothing, and avoids gradients that round to 0.
                 If the function has a parameter `random`, it gets the generator of its virtual rank there, a
                 `numpy.random.Generator`, for dropout and the like: see `mt.Sync(virtual_ranks=)`.
-            parameters: initial values by name, in the order in which the model uses them. All are on the host or all
-                on one device, and all have one floating dtype. They are copied.
+            parameters: initial values by name, in the order in which the model uses them. All are on the CPU or all on
+                one GPU, and all have the same floating dtype. They are copied.
             optimizer: its weight decay, if any, applies to parameters of two and more dimensions.
             precision: the name in PRECISIONS of the dtype in which the function computes, for float32 parameters.
-                Gradients may be handed in in this dtype or in float32. Default: the dtype of the parameters.
+                Gradients may be passed on in this dtype or in float32. Default: the dtype of the parameters.
             loss_scale: default for fp16: `LossScale()`. Default for other precisions: none, so NaN or infinity in a
                 gradient is an error.
 
@@ -79,7 +79,7 @@ class ArrayFunction:
             self._parameter = inspect.signature(function).parameters.get("random")
         except (TypeError, ValueError):  # a function of a C extension may have no signature
             self._parameter = None
-        self._random: numpy.random.Generator | None = None  # that of the virtual rank under way
+        self._random: numpy.random.Generator | None = None  # that of the current virtual rank
         self._optimizer: Optimizer = optimizer
         narrow = narrow_dtype(precision, {name: value.dtype for name, value in parameters.items()})
         self._loss_scale = LossScale() if loss_scale is None and narrow == numpy.float16 else loss_scale
@@ -88,7 +88,7 @@ class ArrayFunction:
         values = list(parameters.values())
         if len({(value.dtype, is_device_array(value)) for value in values}) != 1:
             given = ", ".join(f"{name} {value.dtype}" for name, value in parameters.items()) or "none"
-            raise ConfigError(f"parameters must be of one dtype, all on the host or all on one device: {given}")
+            raise ConfigError(f"parameters must be of one dtype, all on the CPU or all on one GPU: {given}")
         plan = plan_layout([Parameter(name, value.shape, value.dtype) for name, value in parameters.items()])
         self._layout = plan.parameters
         self._index = {parameter.name: index for index, parameter in enumerate(plan.parameters)}
@@ -133,10 +133,10 @@ class ArrayFunction:
             view[...] = like(values[name], view) if isinstance(values[name], numpy.ndarray) else values[name]
 
     def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
-        """See Adapter. A batch on the host is copied to the device where the parameters are."""
+        """See Adapter. A batch on the CPU is copied to the device of the parameters."""
         if self._narrow is not None:
             # This is done here, not after the optimizer's step, so that any other change of the parameters counts too.
-            with numpy.errstate(over="ignore"):  # a value that is infinite in fp16 shows in the loss
+            with numpy.errstate(over="ignore"):  # a value that is infinite in fp16 shows up in the loss
                 self._narrow[...] = self._flat
         if self._narrow is not None or is_device_array(self._flat):
             values = (self._as_seen(leaf) for _, leaf in leaves(batch))
@@ -158,8 +158,8 @@ class ArrayFunction:
             more["random"] = self._random
         elif self._parameter is not None and self._parameter.default is inspect.Parameter.empty:
             raise GradientError(
-                "the function has a parameter `random`, the generator of a virtual rank, and there are no virtual "
-                "ranks; train with mt.Sync(virtual_ranks=...), or give the parameter a default"
+                "the function has a parameter `random`, the generator of a virtual rank, but there are no "
+                "virtual ranks; train with mt.Sync(virtual_ranks=...), or give the parameter a default"
             )
         if self._narrow is None:
             return float(self._function(self._seen, batch, hand_in, **more))
@@ -167,7 +167,8 @@ class ArrayFunction:
             return float(self._function(self._seen, batch, hand_in, **more))
 
     def _as_seen(self, leaf: Leaf) -> Leaf:
-        """Return a leaf of a batch as the function gets it. Rounding before the copy to the device halves the copy."""
+        """Return a leaf of a batch as the function gets it. Rounding before the copy to the GPU halves the size of the
+        copy."""
         if self._narrow is not None and is_array(leaf) and leaf.dtype.kind == "f":
             with numpy.errstate(over="ignore"):
                 leaf = leaf.astype(self._narrow.dtype)
@@ -175,7 +176,7 @@ class ArrayFunction:
 
     @contextmanager
     def seeded(self, key: tuple[int, ...]) -> Iterator[None]:
-        """See SeededAdapter: the generator that the function gets. NumPy's global one is left alone."""
+        """See SeededAdapter: this seeds the generator that the function gets, not NumPy's global one."""
         self._random = numpy.random.Generator(numpy.random.PCG64(numpy.random.SeedSequence(key)))
         try:
             yield
@@ -191,10 +192,10 @@ class ArrayFunction:
         return self._optimizer.update(gradients if is_device_array(gradients) else like(gradients, self._flat))
 
     def scale_next_rate(self, factor: float) -> None:
-        """Let the next `apply_gradients` multiply its learning rate by this number, a finite one of at least 0.
+        """Make the next `apply_gradients` multiply its learning rate by this finite number of at least 0.
 
         Raises:
-            ConfigError: the optimizer is none of mpitrain, and has no method scale_next_rate(factor).
+            ConfigError: the optimizer is not one of mpitrain's, and has no method scale_next_rate(factor).
         """
         optimizer: Any = self._optimizer
         if not hasattr(optimizer, "scale_next_rate"):
@@ -213,7 +214,7 @@ class ArrayFunction:
         """See DividedAdapter.
 
         Raises:
-            ConfigError: the optimizer is none of mpitrain, and cannot update a part.
+            ConfigError: the optimizer is not one of mpitrain's, and cannot update a part.
         """
         if not hasattr(self._optimizer, "update_only"):
             raise ConfigError(
@@ -280,7 +281,7 @@ class ArrayFunction:
     def restore(self, state: Mapping[str, Any]) -> None:
         """See Adapter.
 
-        The state may be one of another precision. A state without a loss scale leaves the present one unchanged.
+        The state may come from another precision. A state without a loss scale leaves the current one unchanged.
         """
         check_fits("parameters", state["parameters"], self._views)
         scale = state.get("loss_scale") if self._loss_scale else None

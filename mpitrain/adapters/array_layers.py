@@ -29,14 +29,14 @@ class ArrayLayer(Protocol):
     def backward(
         self, parameters: Mapping[str, Array], kept: Any, gradient: Array
     ) -> tuple[Array | None, Mapping[str, Array]]:
-        """Return the gradients of the loss by the inputs, and by every parameter, given that by the output.
+        """Return the gradients of the inputs and of every parameter, given the `gradient` of the output.
 
         None for the inputs is allowed in the first layer of the model.
         """
         ...
 
 
-# loss(output, targets) -> the mean loss over the samples, and its gradient by the output.
+# loss(output, targets) -> the mean loss over the samples, and its gradient with respect to the output.
 ArrayLoss: TypeAlias = Callable[[Array, Tree], tuple[float, Array]]
 
 
@@ -52,7 +52,7 @@ class ArrayLayers(LayeredModel):
 
         Args:
             layers: in the order of the model.
-            loss: returns the mean loss over the samples, and its gradient by the output of the last layer.
+            loss: returns the mean loss over the samples, and its gradient with respect to the output of the last layer.
             optimizer: as for ArrayFunction.
 
         Raises:
@@ -63,7 +63,7 @@ class ArrayLayers(LayeredModel):
         self._loss, self._optimizer = loss, optimizer
 
     def _check_cut(self, owners: Sequence[int]) -> None:
-        """See LayeredModel. Each layer has parameters of its own, wherever it is: _make sees to it."""
+        """See LayeredModel. Each layer has its own parameters, wherever it is: _make checks this."""
 
     def _make(self, pieces: Sequence[range], *, recompute: bool) -> tuple[ArrayFunction, Sequence[LayerPiece]]:
         numbers = [number for piece in pieces for number in piece]
@@ -116,11 +116,11 @@ class _ArrayPiece:
         self._kept: dict[int, tuple[Any, Array]] = {}  # by micro-batch: of the layers; the gradient of the loss
 
     def begin(self, parameters: Mapping[int, Mapping[str, Array]], hand_in: Callable[[str, Array], None]) -> None:
-        """Begin a step. `hand_in` gets the gradient of every parameter, added up over the micro-batches."""
+        """Begin a step. `hand_in` is called with the gradient of every parameter, summed over the micro-batches."""
         self._parameters, self._hand_in = parameters, hand_in
         self._totals: dict[str, Array] = {}
         self._somewhere = next((value for values in parameters.values() for value in values.values()), None)
-        self._kept.clear()  # an error may have ended the step before
+        self._kept.clear()  # an error may have ended the previous step
 
     def forward(self, micro: int, inputs: Array) -> Array:
         """See LayerPiece."""
@@ -162,7 +162,7 @@ class _ArrayPiece:
                 )
             for name, one in of_parameters.items():
                 full = f"{number}.{name}"
-                # Not in place: a layer may return a view of the gradient that it was given.
+                # Not in place: a layer may return a view of the gradient that was passed to it.
                 total = self._totals.pop(full) + one if full in self._totals else one
                 if is_last:
                     self._hand_in(full, total)
@@ -178,7 +178,7 @@ class _ArrayPiece:
 
 
 def _arrays_in(kept: Any) -> Iterator[Array]:
-    """Every array of what a layer keeps, which may be any object."""
+    """Yield every array in what a layer keeps, which may be any object."""
     if is_array(kept):
         yield kept
     elif isinstance(kept, dict | list | tuple):

@@ -1,4 +1,4 @@
-"""The part of an ArrayFunction's optimizer that one rank has: an optimizer that keeps the owned elements only."""
+"""One rank's part of an ArrayFunction's optimizer: an optimizer that keeps only the owned elements."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ UNDIVIDED = (
 
 
 class ArrayShard:
-    """An OptimizerShard that is an Optimizer too: ArrayFunction uses it in place of its own."""
+    """An OptimizerShard that is also an Optimizer: ArrayFunction uses it in place of its own."""
 
     def __init__(
         self, optimizer: Optimizer, flat: Array, ranges: Sequence[slice], norm_of_all: Callable[[float], float]
     ) -> None:
         """
         Args:
-            optimizer: was started with `flat`, and keeps the owned elements only, from now on.
+            optimizer: was started with `flat`; from now on it keeps only the owned elements.
             flat: all parameters.
             ranges: the owned ones.
 
@@ -50,7 +50,7 @@ class ArrayShard:
     # -- of an Optimizer ---------------------------------------------------------------------------------------
 
     def start(self, parameters: Array, decayed: Sequence[slice]) -> None:
-        """See Optimizer. It was started."""
+        """See Optimizer. It has already been started."""
         raise ConfigError(UNDIVIDED)
 
     def update(self, gradients: Array) -> float:
@@ -62,7 +62,8 @@ class ArrayShard:
         return rate
 
     def scale_next_rate(self, factor: float) -> None:
-        """See ArrayFunction: mt.optim.SGD, mt.optim.Adam and mt.optim.AdamW, which alone can be divided, have it."""
+        """See ArrayFunction: mt.optim.SGD, mt.optim.Adam and mt.optim.AdamW, the only ones that can be divided, have
+        it."""
         optimizer: Any = self._optimizer
         optimizer.scale_next_rate(factor)
 
@@ -75,7 +76,7 @@ class ArrayShard:
         return self._optimizer.gradient_norm()
 
     def state(self) -> dict[str, Array | int]:
-        """See Optimizer: the state of the whole, while it is lent.
+        """See Optimizer: the state of the whole optimizer, while it is lent.
 
         Raises:
             ConfigError: it is not lent.
@@ -85,7 +86,7 @@ class ArrayShard:
         return self._whole
 
     def restore(self, state: Mapping[str, Array | int]) -> None:
-        """See Optimizer: from the state of the whole."""
+        """See Optimizer: from the state of the whole optimizer."""
         self._whole = None
         self._optimizer.restore(
             {name: value if isinstance(value, int) else cut(self._ranges, value) for name, value in state.items()}
@@ -120,4 +121,4 @@ class ArrayShard:
         self._whole = None
 
     def close(self) -> None:
-        """See OptimizerShard. `start` of the optimizer does it."""
+        """See OptimizerShard. The optimizer's `start` does this."""

@@ -19,10 +19,10 @@ from mpitrain.tree import Tree, num_samples
 
 
 class LayeredModel(AdapterAround):
-    """Has an adapter of the own layers, which is made when it is first used.
+    """A model with an adapter of this rank's own layers, which is made at its first use.
 
     Layout and parameters are those of the own layers, and the norm of the gradients is that of all layers. A batch is a
-    pair: what the first layer gets, and what the loss gets beside the output.
+    pair: the input of the first layer, and the second argument of the loss.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -35,15 +35,15 @@ class LayeredModel(AdapterAround):
         self._shapes: Mapping[str, tuple[int, ...]] = {}
 
     def _make(self, pieces: Sequence[range], *, recompute: bool) -> tuple[Any, Sequence[LayerPiece]]:
-        """Make an adapter of these layers alone, and their pieces."""
+        """Make an adapter of only these layers, and their pieces."""
         raise NotImplementedError
 
     def _alone(self, number: int, *, recompute: bool) -> AbstractContextManager[tuple[LayerPiece, int]]:
-        """A context with one layer as a piece, and the bytes of its parameters. Nothing is left after it."""
+        """A context with one layer as a piece, and the bytes of its parameters. Nothing remains after it."""
         raise NotImplementedError
 
     def _check_cut(self, owners: Sequence[int]) -> None:
-        """Raise ConfigError if something belongs to layers of several owners."""
+        """Raise ConfigError if an object belongs to layers of several owners."""
         raise NotImplementedError
 
     @property
@@ -70,7 +70,7 @@ class LayeredModel(AdapterAround):
         return measure(partial(self._alone, recompute=recompute), self._num_layers, inputs, targets)
 
     def _refuse_made(self) -> None:
-        """Raise ConfigError if the layers are made."""
+        """Raise ConfigError if the layers have already been made."""
         if self._made is not None:
             raise ConfigError(
                 f"{type(self).__name__}: the layers are made already, for a Trainer or by a call such as parameters(); "
@@ -90,7 +90,7 @@ class LayeredModel(AdapterAround):
         return self._made[1]
 
     def _run(self, batch: Tree) -> float:
-        """Take a batch through the model: by the strategy's schedule, or at once. A batch without samples gives 0."""
+        """Run a batch through the model: by the strategy's schedule, or at once. A batch without samples gives 0."""
         inputs, targets = _pair(batch)
         count = num_samples(batch)
         if self._cut is not None:
@@ -129,7 +129,7 @@ class LayeredModel(AdapterAround):
         """See Adapter: of the whole model.
 
         Raises:
-            ConfigError: the layers are on several ranks, and nobody has brought their state together.
+            ConfigError: the layers are on several ranks, and their state has not been gathered.
         """
         if self._cut is None or set(self._cut.owners) == {0}:
             return self.own_state()
@@ -141,7 +141,7 @@ class LayeredModel(AdapterAround):
         return dict(self._lent)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See Adapter: takes the state of the whole model. Ranks with different layers refuse the same states."""
+        """See Adapter: takes the state of the whole model. Ranks refuse the same states, whichever layers they have."""
         given = state["parameters"]
         for name in given:
             number = layer_of(name)
@@ -164,7 +164,7 @@ class LayeredModel(AdapterAround):
 
 
 def _pair(batch: Tree) -> tuple[Array, Tree]:
-    """Return the inputs of the first layer, and what the loss gets beside the output."""
+    """Return the inputs of the first layer, and the second argument of the loss."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         kind = f"{len(batch)} entries" if isinstance(batch, tuple | list) else type(batch).__name__
         raise DataError(f"a batch of layers is a pair: the inputs of the first layer, and targets; this has {kind}")

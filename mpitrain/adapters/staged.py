@@ -22,47 +22,48 @@ from mpitrain.errors import ConfigError
 from mpitrain.tree import Tree
 
 _NAME = re.compile(r"(\d+)\.")
-_ROUNDS = 3  # the fastest counts: what disturbs a round only makes it slower
+_ROUNDS = 3  # the fastest counts: a disturbance only makes a round slower
 
 
 class LayerPiece(Protocol):
-    """Consecutive layers. Several micro-batches may be between their passes. Backward passes add gradients up."""
+    """Consecutive layers. Several micro-batches may be between their passes. Backward passes accumulate gradients."""
 
     def forward(self, micro: int, inputs: Array) -> Array:
-        """Return the output of the last layer for a micro-batch, and keep what the backward pass needs."""
+        """Return the last layer's output for a micro-batch, and keep what the backward pass needs."""
         ...
 
     def loss(self, micro: int, inputs: Array, targets: Tree, share: float) -> float:
-        """The same for the piece with the model's last layer: return the mean loss. Its gradients count `share`."""
+        """The same for the piece with the model's last layer: return the mean loss. Its gradients are weighted by
+        `share`."""
         ...
 
     def backward(self, micro: int, gradient: Array | None, *, is_last: bool) -> Array | None:
-        """Take the gradient by the output, None after `loss`. Return that by the inputs, unless they are data.
+        """Take the gradient of the output, None after `loss`. Return the gradient of the inputs, unless they are data.
 
-        With `is_last`, it is the last one of a step: gradients of parameters are handed on as soon as they are final.
+        With `is_last`, it is the last pass of a step: gradients of parameters are passed on as soon as they are final.
         """
         ...
 
     def measure(self, inputs: Array) -> tuple[Array, int]:
-        """Make a forward pass that nothing follows. Return its output, and the bytes of what it would keep."""
+        """Make a forward pass without a backward pass. Return its output, and the bytes of what it would keep."""
         ...
 
 
-# Is called in place of a forward and a backward pass of the whole model: with the inputs, the targets and their number
-# of samples. It runs this rank's passes, and returns the mean loss if this rank has the last layer, else 0.
+# Called in place of a forward and a backward pass of the whole model, with the inputs, the targets and their number of
+# samples. It runs this rank's passes, and returns the mean loss if this rank has the last layer, else 0.
 RunPasses = Callable[[Array, Tree, int], float]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What a rank has of a model.
+    """A rank's part of a model.
 
     Attributes:
         pieces: the layers of each of this rank's pieces, in the order of the model.
         owners: for every layer, the stage that has it.
         recompute: keep only the inputs of a piece, and make its forward pass again before its backward pass.
         run: takes this rank's part of a batch through its pieces.
-        norm_of_all: returns the norm of the gradients of all stages, given that of this one's.
+        norm_of_all: returns the norm of the gradients of all stages, given the norm of this stage's.
     """
 
     pieces: Sequence[range]
@@ -73,12 +74,12 @@ class Cut:
 
 
 class LayerCost(NamedTuple):
-    """What a layer takes for one micro-batch.
+    """The cost of a layer for one micro-batch.
 
     Attributes:
         seconds: of the forward and the backward pass.
         parameter_bytes: of the trained parameters, without gradients and the optimizer's state.
-        activation_bytes: what the layer keeps from its forward to its backward pass.
+        activation_bytes: of what the layer keeps from its forward to its backward pass.
     """
 
     seconds: float
@@ -87,21 +88,21 @@ class LayerCost(NamedTuple):
 
 
 class StagedAdapter(Adapter, Protocol):
-    """An Adapter whose layers can be cut into stages. Before that, it is one of the whole model."""
+    """An Adapter whose layers can be cut into stages. Before that, it is an Adapter of the whole model."""
 
     @property
     def num_layers(self) -> int: ...
 
     def cut(self, cut: Cut) -> Sequence[LayerPiece]:
-        """Keep only these layers, from now on. Return the pieces.
+        """Keep only these layers from now on. Return the pieces.
 
         Raises:
-            ConfigError: the layers cannot be cut there, or they are made already.
+            ConfigError: the layers cannot be cut there, or have already been made.
         """
         ...
 
     def layer_costs(self, batch: Tree, *, recompute: bool) -> list[LayerCost]:
-        """Measure every layer on this rank, before `cut`. Each is made for that, and then dropped.
+        """Measure every layer on this rank, before `cut`. Each one is made for the measurement, and then dropped.
 
         Raises:
             ConfigError: the layers are made already.
@@ -110,15 +111,16 @@ class StagedAdapter(Adapter, Protocol):
         ...
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Let `restore` refuse a state whose parameters, of all layers, have other names or shapes. {}: any will do."""
+        """Make `restore` refuse a state whose parameters, over all layers, have other names or shapes. {}: any are
+        accepted."""
         ...
 
     def lend(self, state: Mapping[str, Any]) -> None:
-        """Let `state` return this, the state of the whole model, until the next `apply_gradients`."""
+        """Make `state` return this, the state of the whole model, until the next `apply_gradients`."""
         ...
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state of the own layers."""
+        """Return the state of this rank's own layers."""
         ...
 
 
@@ -141,7 +143,7 @@ def measure(
             output, activation_bytes = piece.measure(inputs)
             gradient = None if is_last else namespace(output).ones_like(output)
             seconds = []
-            for _ in range(1 + _ROUNDS):  # the first round has to find memory, and is not counted
+            for _ in range(1 + _ROUNDS):  # the first round allocates memory, and is not counted
                 begun = time.perf_counter()
                 if is_last:
                     piece.loss(0, inputs, targets, 1.0)
@@ -157,7 +159,8 @@ def measure(
 
 
 def is_staged(adapter: Adapter) -> bool:
-    """True for a StagedAdapter. Asks the class, because a property such as `layout` would make all layers."""
+    """True for a StagedAdapter. It inspects the class, because reading a property such as `layout` would make all
+    layers."""
     return hasattr(type(adapter), "cut")
 
 
@@ -176,13 +179,13 @@ def staged_of(adapter: Adapter) -> StagedAdapter:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of the layer that a parameter belongs to; None if this is no name of one."""
+    """Return the number of the layer that a parameter belongs to; None if the name is not that of a parameter."""
     match = _NAME.match(name)
     return int(match[1]) if match else None
 
 
 def selected(state: Mapping[str, Any], layers: Collection[int]) -> dict[str, Any]:
-    """Return a state without what belongs to other layers."""
+    """Return a state without the entries of other layers."""
     return {
         key: selected(value, layers) if isinstance(value, Mapping) else value
         for key, value in state.items()
@@ -191,7 +194,8 @@ def selected(state: Mapping[str, Any], layers: Collection[int]) -> dict[str, Any
 
 
 def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of the whole model, from those of all stages. What belongs to no layer is equal in all."""
+    """Return the state of the whole model, from those of all stages. Entries that belong to no layer are equal in
+    all."""
     whole: dict[str, Any] = {}
     for state in states:
         for key, value in state.items():

@@ -13,7 +13,7 @@ from mpitrain.tree import Leaf, Tree, leaves, plain_leaves, rebuild
 
 
 def array_of(tensor: torch.Tensor) -> numpy.ndarray:
-    """Return an array over a CPU tensor's memory, with its shape and strides; bfloat16 becomes that of ml_dtypes.
+    """Return an array over a CPU tensor's memory, with its shape and strides; bfloat16 becomes the dtype of ml_dtypes.
 
     Raises:
         TypeError: NumPy has no such dtype or layout (float8, sparse, quantized), or the tensor is not on the CPU.

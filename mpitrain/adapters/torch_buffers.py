@@ -5,7 +5,7 @@
 - A floating buffer becomes the mean, weighted by samples, of the values after each rank's forward passes. For a running
   mean, this is the running mean of the whole batch.
 - A buffer of another dtype, such as a counter, gets the bits of the first rank with samples. If all ranks have changed
-  it alike in a step, as they mostly do, nothing is sent for it.
+  it in the same way in a step, as is usual, nothing is sent for it.
 - A rank without samples does not count. A buffer that no rank changes keeps its bits.
 
 TorchModule exchanges the changes of floating buffers in the buckets of the gradients. prepare exchanges their values in
@@ -38,7 +38,7 @@ class ModuleBuffers:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """Notice changes from now on."""
+        """Start to notice changes."""
         kept = module.state_dict(keep_vars=True).keys()
         self._owners = {}
         for name in (name for name, _ in module.named_buffers() if name in kept):
@@ -52,7 +52,7 @@ class ModuleBuffers:
         self.keep(self._owners)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the present buffer of this name. A module may put a new tensor into a buffer's place.
+        """Return the current buffer of this name. A module may replace a buffer with a new tensor.
 
         This goes through `data`, as the kernels of norm layers do, so that a kept graph can be used again.
         """
@@ -61,7 +61,7 @@ class ModuleBuffers:
         return buffer.data
 
     def layout(self, dtype: torch.dtype | None = None) -> list[Parameter]:
-        """Return what a reducer has to know of the floating buffers, or of their changes in `dtype`."""
+        """Return the descriptions for a reducer of the floating buffers, or of their changes in `dtype`."""
         tensors = {name: self.tensor(name) for name in self.floats}
         kinds = {name: array_of(torch.empty(0, dtype=dtype or one.dtype)).dtype for name, one in tensors.items()}
         return [Parameter(name, tuple(one.shape), kinds[name]) for name, one in tensors.items()]
@@ -71,11 +71,11 @@ class ModuleBuffers:
         return {name: array_of(self.tensor(name)) for name in self._owners}
 
     def keep(self, names: Iterable[str]) -> None:
-        """Remember the present values of these buffers."""
+        """Remember the current values of these buffers."""
         for name in names:
             tensor = self.tensor(name)
             before = self._before.get(name)
-            # Copy even if no change was noticed: a checkpoint is loaded through NumPy, which leaves no trace.
+            # Copy even if no change was noticed: loading a checkpoint goes through NumPy, which leaves no trace.
             if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
                 self._before[name] = tensor.clone()
             else:
@@ -83,7 +83,7 @@ class ModuleBuffers:
             self._versions[name] = self._version(name)
 
     def keep_all(self) -> None:
-        """Remember the present values of all buffers: a pass begins, or they were loaded."""
+        """Remember the current values of all buffers, when a pass begins or after they were loaded."""
         self.keep(self._owners)
 
     def moved(self, names: Iterable[str]) -> list[str]:
@@ -103,7 +103,7 @@ class ModuleBuffers:
                 yield numpy.zeros(tuple(tensor.shape), array_of(torch.empty(0, dtype=dtype)).dtype)
                 continue
             wide = torch.promote_types(tensor.dtype, dtype)
-            # Infinity that stays infinite, as in a mask, is no change.
+            # An infinity that stays infinite, as in a mask, is not a change.
             same = (tensor == before) | (tensor.isnan() & before.isnan())
             change = torch.where(same, 0, tensor.to(wide) - before.to(wide)).to(dtype)
             yield array_of(change if scale == 1 else change * scale)
@@ -133,7 +133,7 @@ class ModuleBuffers:
         return True
 
     def settle_others(self, of_ranks: Sequence[Values]) -> None:
-        """Set the buffers that are not floating to the first of these values. Undo changes that it does not have."""
+        """Set the buffers that are not floating to the first of these values. Undo changes that are not in it."""
         values = dict(of_ranks[0]) if of_ranks else {}
         for name in self.others:
             tensor = self.tensor(name)
@@ -154,7 +154,7 @@ class ModuleBuffers:
     def _version(self, name: str) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Return the buffer, its memory, and a number that differs after each change by PyTorch.
 
-        A module may put a new tensor into a buffer's place, or new memory into the buffer.
+        A module may replace a buffer with a new tensor, or give the buffer new memory.
         """
         module, own = self._owners[name]
         buffer: torch.Tensor = getattr(module(), own)

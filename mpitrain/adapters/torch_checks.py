@@ -1,4 +1,4 @@
-"""What TorchModule refuses before the first step, and what it requires of a loss."""
+"""The checks that TorchModule makes before the first step, and of a loss."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def check_plain(module: torch.nn.Module, call: str) -> None:
     """Refuse a module that exchanges its gradients itself. `call` is for the message."""
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         raise ConfigError(
-            f"{call} has got a DistributedDataParallel, which exchanges the gradients of every step itself, so they "
-            "would be exchanged twice, and with local updates after all. Give the module in it, which is its `module`"
+            f"{call} has got a DistributedDataParallel, which exchanges the gradients of every step itself, so "
+            "they would be exchanged twice, and even with local updates. Give its inner module, the attribute "
+            "`module`"
         )
 
 

@@ -41,9 +41,10 @@ TorchLoss: TypeAlias = Callable[[Any, Any], Any]
 class TorchLayers(LayeredModel):
     """An Adapter around a list of modules, a loss and an optimizer of torch.optim. mt.Pipeline can cut it.
 
-    Parameters are named as in `torch.nn.Sequential`, such as `3.weight`, so a checkpoint of TorchModule with the same
-    layers in a Sequential is one of TorchLayers, and the reverse. A batch is a pair: the input of the first layer, and
-    what the loss gets beside the output. Each layer takes one tensor, and returns one. See docs/how-to/large-models.md.
+    Parameters are named as in `torch.nn.Sequential`, such as `3.weight`, so checkpoints of TorchLayers and of
+    TorchModule with the same layers in a Sequential are interchangeable. A batch is a pair: the input of the first
+    layer, and the second argument of the loss. Each layer takes one tensor and returns one tensor. See
+    docs/how-to/large-models.md.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class TorchLayers(LayeredModel):
 
     def _make(self, pieces: Sequence[range], *, recompute: bool) -> tuple[_OwnLayers, Sequence[LayerPiece]]:
         layers = {n: self._module_of(n) for piece in pieces for n in piece}
-        self._layers = []  # those of other ranks take no memory from now on
+        self._layers = []  # free the memory of other ranks' layers
         module = torch.nn.ModuleDict({str(number): layer for number, layer in layers.items()})
         made = [_TorchPiece([layers[n] for n in piece], self._loss, piece.start, recompute) for piece in pieces]
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -106,7 +107,7 @@ class TorchLayers(LayeredModel):
         return own, made
 
     def layer_costs(self, batch: Tree, *, recompute: bool) -> list[LayerCost]:
-        """See StagedAdapter. Random numbers that are drawn later do not depend on it."""
+        """See StagedAdapter. It does not change random numbers that are drawn later."""
         with seeded((0,)):
             return super().layer_costs(batch, recompute=recompute)
 
@@ -115,7 +116,7 @@ class TorchLayers(LayeredModel):
         module = self._module_of(number)
         piece = _TorchPiece([module], self._loss, number, recompute)
         yield piece, sum(one.nbytes for one in module.parameters() if one.requires_grad)
-        module.zero_grad()  # a module that was given lives on
+        module.zero_grad()  # a module that was passed in remains
 
     def _module_of(self, number: int) -> torch.nn.Module:
         layer = self._layers[number]
@@ -150,8 +151,8 @@ class _OwnLayers(TorchModule):
             )
 
     def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
-        """See Adapter. A gradient is handed on in the last backward pass of its piece, and at the end if it has several
-        pieces, or if that pass does not come to it."""
+        """See Adapter. A gradient is passed on in the last backward pass of its piece; or at the end, if it belongs to
+        several pieces or that pass does not reach it."""
         self._trained.forget_gradients()
         for piece in self._of_step:
             piece.begin(partial(self._hands_in, on_gradient))
@@ -162,7 +163,7 @@ class _OwnLayers(TorchModule):
 
     @contextmanager
     def _hands_in(self, on_gradient: OnGradient) -> Iterator[None]:
-        """A backward pass after which no further one adds to the gradients that it comes to."""
+        """A backward pass after which no further pass adds to the gradients that it reaches."""
         self._on_gradient = on_gradient
         try:
             yield
@@ -175,7 +176,7 @@ class _OwnLayers(TorchModule):
             super()._hand_in(index, parameter)
 
     def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
-        """See DividedAdapter: the optimizer has no other parameters, so only the norm is that of all."""
+        """See DividedAdapter: the optimizer has no other parameters, so only the norm covers all parts."""
         self._optimizer.take_norm_of_all(norm_of_all)
 
 
@@ -188,11 +189,11 @@ class _TorchPiece:
         self._kept: dict[int, tuple[Any, Any]] = {}  # by micro-batch: the inputs, the output or loss
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Those of the layers, tied ones once."""
+        """The parameters of the layers, tied ones once."""
         return self._module.parameters()
 
     def begin(self, hands_in: Callable[[], AbstractContextManager[None]]) -> None:
-        """Begin a step. The last backward pass is made in a block of `hands_in()`."""
+        """Begin a step. The last backward pass runs in a block of `hands_in()`."""
         self._hands_in = hands_in
         self._kept.clear()  # an error may have ended the step before
 
@@ -203,13 +204,13 @@ class _TorchPiece:
         return array_of(output)
 
     def measure(self, inputs: Array) -> tuple[Array, int]:
-        """See LayerPiece. The memory of parameters is not counted, and that of several views only once."""
+        """See LayerPiece. The memory of parameters is not counted; memory with several views is counted once."""
         counted = {one.untyped_storage().data_ptr(): 0 for one in self._module.parameters()}
 
         def count(kept: torch.Tensor) -> torch.Tensor:
             storage = kept.untyped_storage()
             counted.setdefault(storage.data_ptr(), storage.nbytes())
-            return kept.detach()  # the tensor itself would keep its graph, and so never end
+            return kept.detach()  # the tensor itself would keep its graph alive for ever
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda kept: kept):
             given, output = self._through(inputs)
@@ -227,7 +228,7 @@ class _TorchPiece:
         """See LayerPiece."""
         given, output = self._kept.pop(micro)
         if self._is_first and not output.requires_grad:
-            return None  # nothing is trained here: with interleaved, the stage has its parameters in another piece
+            return None  # nothing is trained here: with interleaved, another piece has the parameters
         with self._hands_in() if is_last else nullcontext():
             output.backward(None if gradient is None else tensor_of(gradient))
         return None if given.grad is None else array_of(given.grad)

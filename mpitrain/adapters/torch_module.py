@@ -47,16 +47,16 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TorchModule(DividedModule):
-    """An Adapter around a module on the host, a loss and an optimizer of torch.optim.
+    """An Adapter around a module on the CPU, a loss and an optimizer of torch.optim.
 
     Gradients are exchanged while the backward pass runs. A tied parameter has one gradient, a frozen one
     (requires_grad=False) has none. A warning names once each parameter that a loss does not depend on. If no rank's
-    loss depends on it, the optimizer leaves it alone, as in one process. If only some ranks' losses do, the gradients
-    of the other ranks count as zero. torch_trained.py has the rule.
+    loss depends on it, the optimizer skips it, as in one process. If only some ranks' losses do, the gradients of the
+    other ranks count as zero. torch_trained.py has the rule.
 
-    All parameters, also frozen ones, and persistent buffers start with rank 0's values, are in checkpoints, and have
-    the same bits on all ranks after every step. A floating buffer changes by the mean, weighted by samples, of the
-    ranks' changes. Any other buffer takes the values of the first rank with samples. torch_buffers.py has the rule.
+    All parameters, including frozen ones, and persistent buffers start with rank 0's values, are in checkpoints, and
+    are bitwise identical on all ranks after every step. A floating buffer changes by the mean, weighted by samples, of
+    the ranks' changes. Any other buffer takes the values of the first rank with samples. torch_buffers.py has the rule.
     Changes are exchanged with the gradients, so a codec compresses them too. A change from infinity to a number has no
     mean and raises NonFiniteError. The running mean of batch norm becomes that of the whole batch. Its running variance
     is the mean of the variances within the ranks' parts. Batch norm itself normalises each rank's own part, so a model
@@ -70,7 +70,7 @@ class TorchModule(DividedModule):
     The script switches the module between training and evaluation (`module.train()`, `module.eval()`).
 
     Attributes:
-        module: as it was given; of a Trainer, `trainer.adapter.module`.
+        module: the given module; in a Trainer, `trainer.adapter.module`.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class TorchModule(DividedModule):
             loss: `loss(module, batch)` returns the mean loss over the batch's samples, a tensor of one number. The
                 batch has tensors in place of arrays, over the same memory if it is writable. `loss` is not called for a
                 batch without samples.
-            optimizer: has all trained parameters and no others. It may be any of torch.optim whose step needs no
-                closure.
+            optimizer: has all trained parameters and no others. It may be any optimizer of torch.optim whose step needs
+                no closure.
             schedule: the learning rate of every step: a function of the step (from 0), or a scheduler of PyTorch for
                 `optimizer`, which is stepped after every step of training. Default: the optimizer's rate.
             clip_norm: the largest 2-norm of the mean gradient over all parameters.
@@ -115,7 +115,7 @@ class TorchModule(DividedModule):
         scheduled = ScheduledOptimizer(optimizer, trained.named, schedule, clip_norm)
         self._narrow = narrow_dtype(precision, {entry.name: entry.dtype for entry in trained.layout})
         self._loss_scale = LossScale() if loss_scale is None and precision == "fp16" else loss_scale
-        # They come after the parameters: the last entries are exchanged first, and these are known early.
+        # The buffers come after the parameters: the last entries are exchanged first, and buffers are known early.
         changes = buffers.layout(trained.changes_dtype)
         self._counts = plan_layout(trained.layout).counts
         super().__init__(trained, buffers, optimizer, scheduled, plan_layout([*trained.layout, *changes]))
@@ -136,7 +136,7 @@ class TorchModule(DividedModule):
         return self._narrow or min(self._counts, key=lambda dtype: dtype.itemsize)
 
     def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
-        """See Adapter. The buffers are left as they were; `apply_gradients` changes them."""
+        """See Adapter. The buffers are restored; `apply_gradients` changes them."""
         now, named, trained = dict(self.module.named_parameters()), self._trained.named, self._trained.tensors
         for name in {**named, **now}:
             parameter = now.get(name)
@@ -146,7 +146,7 @@ class TorchModule(DividedModule):
                     f"{name} was added, replaced, frozen or thawed after TorchModule was made; do that before, or "
                     "make a new TorchModule and a new Trainer from a checkpoint"
                 )
-        self._trained.forget_gradients()  # they may come from a backward pass that was not for this step
+        self._trained.forget_gradients()  # they may be left from a backward pass that was not for this step
         self._changed = None
         if is_empty(batch):
             for index, entry in enumerate(self.layout):
@@ -173,7 +173,7 @@ class TorchModule(DividedModule):
         return float(loss.detach())
 
     def seeded(self, key: tuple[int, ...]) -> AbstractContextManager[None]:
-        """See SeededAdapter: PyTorch's, NumPy's and Python's own generators on the host."""
+        """See SeededAdapter: PyTorch's, NumPy's and Python's own generators on the CPU."""
         return seeded(key)
 
     def _autocast(self) -> AbstractContextManager[None]:
@@ -184,7 +184,7 @@ class TorchModule(DividedModule):
         return autocast
 
     def _hand_in(self, index: int, parameter: Any) -> None:
-        """Is called in the backward pass, when a parameter's gradient is complete."""
+        """Called in the backward pass when a parameter's gradient is complete."""
         if self._on_gradient is None:
             return  # a backward pass that is not for a step of this adapter
         gradient, parameter.grad = parameter.grad, None  # the exchange has its own memory
@@ -193,7 +193,7 @@ class TorchModule(DividedModule):
         self._on_gradient(index, array_of(gradient))
 
     def _hand_in_rest(self, on_gradient: OnGradient) -> None:
-        """Hand in what no backward pass has handed in; None: the loss does not depend on it."""
+        """Pass on what no backward pass has passed on; None: the loss does not depend on the parameter."""
         for index, parameter, gradient in self._trained.left():
             parameter.grad = None
             on_gradient(index, None if gradient is None else array_of(gradient))
@@ -210,7 +210,7 @@ class TorchModule(DividedModule):
         """
         if note is not None and not self._buffers.fits_others(note):
             raise GradientError(
-                "a note came that holds no values of this module's buffers; allowed are names and bytes"
+                "a note has arrived that does not hold values of this module's buffers; allowed are names and bytes"
             )
 
     def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
@@ -245,12 +245,12 @@ class TorchModule(DividedModule):
         self._optimizer.scale_next_rate(factor)
 
     def count_steps(self, world: World) -> StepsMade:
-        """Return what notes the steps from now on, for a strategy with equal steps on all ranks."""
+        """Return the object that notes the steps from now on, for a strategy with equal steps on all ranks."""
         self._steps = StepsMade(world, self._trained.tensors, is_for_all=False, parameters=False)
         return self._steps
 
     def shard(self, owned: Owned, norm_of_all: Callable[[float], float]) -> OptimizerShard:
-        """See ShardedAdapter. From now on, the optimizer has pieces of the parameters in their place.
+        """See ShardedAdapter. From now on, the optimizer has pieces of the parameters in place of the parameters.
 
         Raises:
             ConfigError: the optimizer needs whole tensors, or it is divided already.
@@ -283,7 +283,7 @@ class TorchModule(DividedModule):
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See Adapter. A state without a loss scale leaves the present one unchanged."""
+        """See Adapter. A state without a loss scale leaves the current one unchanged."""
         check_fits("parameters", state["parameters"], self.parameters())
         scale = state.get("loss_scale") if self._loss_scale else None
         if self._loss_scale and scale is not None:

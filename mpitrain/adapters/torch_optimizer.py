@@ -76,7 +76,7 @@ class ScheduledOptimizer:
         return rate
 
     def _next_rate(self) -> float:
-        """Set the groups' rates for the next step. Return that of the first one."""
+        """Set the groups' rates for the next step. Return the rate of the first group."""
         groups = self._optimizer.param_groups
         if callable(self._schedule):
             rate = float(self._schedule(self._steps))
@@ -86,13 +86,14 @@ class ScheduledOptimizer:
         return float(groups[0]["lr"])
 
     def scale_next_rate(self, factor: float) -> None:
-        """Let the next `step` multiply the rates of all groups by this number, a finite one of at least 0."""
+        """Make the next `step` multiply the rates of all groups by this finite number of at least 0."""
         check("factor of the learning rate", factor, "a finite number >= 0", factor >= 0)
         self._rate_factor = float(factor)
 
     @contextmanager
     def _scaled(self) -> Iterator[None]:
-        """Inside, the groups have the rates of this step. A schedule of PyTorch reads the others afterwards."""
+        """In this context, the groups have the rates of this step. A PyTorch scheduler reads the original rates
+        afterwards."""
         groups = self._optimizer.param_groups if self._rate_factor != 1.0 else []
         before = [float(group["lr"]) for group in groups]
         for group, rate in zip(groups, before, strict=True):
@@ -104,13 +105,14 @@ class ScheduledOptimizer:
                 _set_rate(group, rate)
 
     def take_norm_of_all(self, norm_of_all: Callable[[float], float]) -> None:
-        """From now on, gradients are those of one server, and this function returns the norm of those of all."""
+        """From now on, the gradients are those of one server, and `norm_of_all` returns the norm of all servers'
+        gradients."""
         self._norm_of_all = norm_of_all
 
     def divide(self, named: Mapping[str, torch.Tensor], norm_of_all: Callable[[float], float]) -> Callable[[], None]:
-        """From now on, the optimizer has these pieces of the parameters, and gradients are theirs; see above.
+        """From now on, the optimizer has these pieces of the parameters, with the gradients of the pieces; see above.
 
-        Return what undoes it.
+        Return a function that undoes this.
         """
         before = self._named, self._norm_of_all
 
@@ -121,7 +123,7 @@ class ScheduledOptimizer:
         return undo
 
     def described(self) -> str:
-        """Return class and settings, as they are now."""
+        """Return the class and the current settings."""
         return f"{type(self._optimizer).__name__} {groups_of(self._optimizer)} clip_norm={self._clip_norm}"
 
     def plan_update(self) -> dict[str, Any]:
@@ -165,7 +167,7 @@ class ScheduledOptimizer:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a copy of `state`, which may have other entries too.
+        """Continue from a copy of `state`, which may have further entries.
 
         Raises:
             CheckpointError: the state belongs to another optimizer or schedule. Nothing has changed.

@@ -1,4 +1,4 @@
-"""The division of a TorchModule between servers: whole tensors, as optimizers of PyTorch step whole tensors.
+"""The division of a TorchModule between servers: whole tensors, because PyTorch's optimizers step whole tensors.
 
 See DividedAdapter.
 """
@@ -28,7 +28,7 @@ class _Parts:
 
     Attributes:
         gradients, parameters: see DividedAdapter.divisions.
-        number: of the server that this process is; None: it is a worker.
+        number: the number of this server; None: the process is a worker.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class _Parts:
 
 
 class DividedModule(ModuleTensors):
-    """The part of TorchModule for servers. Each has the whole module, and updates a part."""
+    """The part of TorchModule for servers. Each server has the whole module, and updates a part."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class DividedModule(ModuleTensors):
         """`torch_optimizer` is of torch.optim. `plan` has the trained parameters, and then the changes of buffers."""
         super().__init__(trained, buffers)
         self._torch_optimizer, self._optimizer, self._plan = torch_optimizer, optimizer, plan
-        self._parts: _Parts | None = None  # None: there is one server, or none
+        self._parts: _Parts | None = None  # None: there is at most one server
 
     @property
     def layout(self) -> Sequence[Parameter]:
@@ -128,7 +128,7 @@ class DividedModule(ModuleTensors):
         return state
 
     def take_part_state(self, number: int, state: Mapping[str, Any], gone: Sequence[str]) -> None:
-        """See DividedAdapter. What the state does not name stays, but for what is `gone`."""
+        """See DividedAdapter. Entries that the state does not name stay, except those in `gone`."""
         arrays, of_optimizer = self.parameters(), self._torch_optimizer.state
         for entry in [*state, *gone]:
             kind, _, rest = entry.partition(" ")
@@ -148,7 +148,7 @@ class DividedModule(ModuleTensors):
 
 
 def _check_dividable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError unless each tensor's step depends on nothing of other tensors."""
+    """Raise ConfigError unless the step of each tensor is independent of all other tensors."""
     kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     problem = ""
     if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:

@@ -1,4 +1,4 @@
-"""The random numbers that a loop or a model in PyTorch draws on the host: their states, and those of a virtual rank."""
+"""The random generators of a PyTorch loop or model on the CPU: their states, and their seeds for a virtual rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
-    """Return the states of PyTorch's, NumPy's and Python's own generators on the host, and of these.
+    """Return the states of PyTorch's, NumPy's and Python's own generators on the CPU, and of `generators`.
 
     It holds tensors, numbers, texts, tuples and lists, so that torch.load reads it with weights_only=True.
     """
@@ -37,9 +37,9 @@ def set_random_state(state: Mapping[str, Any], generators: Sequence[torch.Genera
 
 @contextmanager
 def seeded(key: tuple[int, ...]) -> Iterator[None]:
-    """A block in which PyTorch's, NumPy's and Python's own generators on the host begin anew, from the key alone.
+    """A block in which PyTorch's, NumPy's and Python's own generators on the CPU are seeded from the key alone.
 
-    After it, they continue as if the block had not been.
+    After the block, they continue as if it had not run.
     """
     with restored():
         seed(key)
@@ -48,7 +48,7 @@ def seeded(key: tuple[int, ...]) -> Iterator[None]:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """A block after which these generators continue as if it had not been."""
+    """A block after which these generators continue as if it had not run."""
     before = random_state()
     try:
         yield
@@ -57,7 +57,7 @@ def restored() -> Iterator[None]:
 
 
 def seed(key: tuple[int, ...]) -> None:
-    """Let these generators begin anew, from the key alone."""
+    """Seed these generators from the key alone."""
     words = numpy.random.SeedSequence(key).generate_state(4)
     torch.default_generator.manual_seed(int(words[0]) << 32 | int(words[1]))
     numpy.random.seed(int(words[2]))

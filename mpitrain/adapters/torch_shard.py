@@ -1,4 +1,4 @@
-"""The part of a TorchModule's optimizer that one rank has: a piece of each parameter that it owns elements of.
+"""One rank's part of a TorchModule's optimizer: a piece of each parameter of which it owns elements.
 
     parameter     |      weight      | bias |
     rank 0 owns   |  piece  |               |     the optimizer has one-dimensional tensors of these elements
@@ -25,7 +25,7 @@ from mpitrain.optim.owned import Owned, size_of, within
 from mpitrain.reducer.bucket import Layout
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-# What these keep for a parameter as one number; all else has an entry for each element.
+# The state that these keep as one number per parameter; all other state has an entry for each element.
 _NUMBERS = ("step", "mu_product", "eta", "mu")
 
 
@@ -34,7 +34,7 @@ class OwnedPiece(NamedTuple):
 
     Attributes:
         number: of the parameter, its index.
-        place: the range in the parameter, in its own order.
+        place: the range in the parameter, in the parameter's own order.
         there: the same elements in the flat buffer.
         part: their range in the rank's part of the flat buffer.
         tensor: what the optimizer has.
@@ -66,7 +66,7 @@ class TorchShard:
             optimizer: has the pieces in place of the parameters, from now on.
             scheduled: around `optimizer`.
             named: the trained parameters, the first ones of `plan`. The others are changes of `buffers`.
-            undone: is called when everything is again as it was before: at `close`, if no step has begun.
+            undone: is called when the original state is restored: at `close`, if no step has begun.
 
         Raises:
             ConfigError: the optimizer needs whole tensors.
@@ -101,7 +101,7 @@ class TorchShard:
             self._undo, self._before = (undo, undone), before
             self.close()
             raise
-        self._undo, self._before = (undo, undone), before  # until a step begins: an error may come before it
+        self._undo, self._before = (undo, undone), before  # until a step begins, because an error may come first
 
     def _replace(self, optimizer: torch.optim.Optimizer) -> None:
         names = {id(parameter): name for name, parameter in self._named.items()}
@@ -127,7 +127,7 @@ class TorchShard:
             )
         gradients = []
         for name, piece in self._pieces.items():
-            piece.tensor.data = _elements(self._named[name], piece.place)  # somebody may have replaced the memory
+            piece.tensor.data = _elements(self._named[name], piece.place)  # the memory may have been replaced
             own = flats[self._plan.parameters[piece.number].dtype][piece.there]
             piece.tensor.grad = None if piece.number in unused else tensor_of(own)
             gradients.append(own)
@@ -151,7 +151,7 @@ class TorchShard:
         return {**state, "optimizer": {**state["optimizer"], "state": self._whole}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a copy of the state of the whole, as ScheduledOptimizer.restore does."""
+        """Continue from a copy of the state of the whole optimizer, as ScheduledOptimizer.restore does."""
         self._whole = None
         of_whole = state["optimizer"].get("state", {})
         self._check_whole(of_whole)
@@ -164,7 +164,7 @@ class TorchShard:
         self._scheduled.restore({**state, "optimizer": {**state["optimizer"], "state": own}})
 
     def _check_whole(self, of_whole: Mapping[str, Mapping[str, Any]]) -> None:
-        """Refuse a state of the whole that any rank would refuse for its pieces: no rank may change alone."""
+        """Refuse a state that any rank would refuse for its pieces, so that no rank changes alone."""
         keys: dict[int, set[str]] = {}  # what this rank's pieces have in a group, all of its parameters have
         for name, own in self._own_state().items():
             keys.setdefault(self._groups[name], set(own))
@@ -195,7 +195,7 @@ class TorchShard:
         return self._scheduled.described()
 
     def take_updated(self, flats: Mapping[numpy.dtype, Array]) -> None:
-        """See OptimizerShard. The mean changes of buffers have come together too."""
+        """See OptimizerShard. The mean changes of buffers have arrived with them."""
         views = self._plan.views(dict(flats))
         for parameter, view in zip(self._named.values(), views, strict=False):
             array_of(parameter)[...] = view
@@ -229,17 +229,17 @@ class TorchShard:
         self._whole = {}
         for parameter in self._named:
             entry = next((of_rank[parameter] for of_rank in values if parameter in of_rank), None)
-            if entry is not None:  # the optimizer has made a step of it
+            if entry is not None:  # the optimizer has already updated it
                 self._whole[parameter] = {
                     key: views[key][parameter] if value is None else value for key, value in entry.items()
                 }
 
     def begin_step(self) -> None:
-        """See OptimizerShard. Before the gradients, because these need memory too."""
+        """See OptimizerShard. Called before the gradients, because these need memory too."""
         self._whole, self._before, self._undo = None, {}, ()
 
     def close(self) -> None:
-        """See OptimizerShard. A second call does nothing: the optimizer may belong to another one by then."""
+        """See OptimizerShard. A second call does nothing: the optimizer may belong to another shard by then."""
         if self._given:
             self._optimizer.state.clear()
             self._optimizer.state.update(self._before)
@@ -257,7 +257,7 @@ class TorchShard:
 
 
 def _elements(parameter: torch.Tensor, place: slice) -> torch.Tensor:
-    """These elements of a parameter: in its memory, or copied from it if it is not contiguous."""
+    """These elements of a parameter: a view, or a copy if the parameter is not contiguous."""
     return parameter.detach().reshape(-1)[place]
 
 

@@ -89,7 +89,7 @@ def restore_optimizer_state(
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return `groups` of an `optimizer_state`, as JSON can hold it."""
+    """Return `groups` of an `optimizer_state`, as JSON values."""
     return {str(number): _options(group) for number, group in enumerate(optimizer.param_groups)}
 
 
@@ -114,7 +114,7 @@ def read_state_bytes(content: Any, part: str, reader: str) -> Any:
     """Reverse `state_bytes`, without running code of the content. `part` and `reader` are for the error.
 
     Raises:
-        CheckpointError: the content is no such state.
+        CheckpointError: the content is not such a state.
     """
     try:
         return torch.load(io.BytesIO(numpy.asarray(content, numpy.uint8).tobytes()), weights_only=True)
@@ -123,7 +123,7 @@ def read_state_bytes(content: Any, part: str, reader: str) -> Any:
 
 
 def scheduler_state(scheduler: Scheduler) -> numpy.ndarray:
-    """Return all that a scheduler of PyTorch keeps, as `state_bytes`."""
+    """Return the whole state of a PyTorch scheduler, as `state_bytes`."""
     return state_bytes(scheduler.state_dict())
 
 
@@ -148,7 +148,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _option(value: Any) -> Any:
-    """Return a number of NumPy, or of a tensor, as one of Python. A schedule or a script may set an option to one."""
+    """Return a number of NumPy, or of a tensor, as a Python number. A schedule or a script may set an option to one."""
     if isinstance(value, list | tuple):
         return [_option(entry) for entry in value]
     return value.item() if isinstance(value, numpy.generic) or (is_array(value) and value.size == 1) else value
@@ -163,5 +163,5 @@ def _are_numbers(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor as an array over its memory, and any other value as it is."""
+    """Return a tensor as an array over its memory, and any other value unchanged."""
     return array_of(value) if isinstance(value, torch.Tensor) else value

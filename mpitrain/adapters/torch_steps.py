@@ -1,15 +1,15 @@
-"""What the optimizers of a model have done on this rank: replicas stay equal only if all ranks do the same.
+"""The optimizer steps of a model on this rank: replicas stay equal only if all ranks make the same steps.
 
-The number of steps, and a checksum of what they have used, are a number of the agreement with which the next exchange
-begins. So the comparison sends nothing while ranks agree. After the last step, the ranks compare when they have
-finished. Of each step are compared
+The number of steps and a checksum of what they used are a number in the agreement with which the next exchange begins.
+So the comparison sends nothing while ranks agree. The last steps are compared when the ranks have finished. For each
+step, the ranks compare
 
 - the learning rates;
 - how often each gradient was changed in place since its exchange, or that it was replaced or removed;
 - a sample of the gradients as the step finds them, and of the parameters. It is rounded to bfloat16, because ranks with
   different processors may clip by norms that differ in the last bit.
 
-At the end of each loop over the data, all parameters are compared, whatever has changed them.
+At the end of each loop over the data, they compare all parameters, whatever has changed them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mpitrain.reducer.checks import COUNTED_FROM_BIT, check_steps
 from mpitrain.reducer.unexchanged import BUFFERS_IN_FINAL
 from mpitrain.world.world import World
 
-# Of so many gradients and parameters, the next ones in each step, at most so many numbers are compared.
+# How many gradients and parameters are compared in each step, in turn, and at most how many numbers of them.
 _GRADIENTS, _PARAMETERS, _NUMBERS = 8, 4, 64
 _ABSENT, _REPLACED = -1, -2
-# Neighbouring bfloat16 numbers are near. A sixteenth of that is allowed beside the largest number of a tensor.
+# Neighbouring bfloat16 numbers count as equal. A sixteenth of that distance at a tensor's largest number is allowed.
 _NEAR = 2**-6
 
 _REMEDY = (
@@ -44,7 +44,7 @@ class UsedNumbers(NamedTuple):
 
     rates: tuple[float, ...]
     changes: tuple[int, ...]  # of each gradient
-    sampled: tuple[tuple[str, int], ...]  # what numbers are of, and how many
+    sampled: tuple[tuple[str, int], ...]  # where the numbers come from, and how many
     numbers: numpy.ndarray  # float32
 
     def checksum(self, before: int) -> int:
@@ -52,7 +52,7 @@ class UsedNumbers(NamedTuple):
         return zlib.crc32(self.numbers.tobytes(), zlib.crc32(repr((self.rates, self.changes)).encode(), before))
 
     def difference(self, other: UsedNumbers, names: Sequence[str]) -> tuple[str, str, str] | None:
-        """What differs, and how it is here and there; None: nothing does, but for rounding."""
+        """What differs, and its value here and there; None: nothing differs by more than rounding."""
         if self.rates != other.rates:
             return "learning rates", str(self.rates), str(other.rates)
         for name, changes, others in zip(names, self.changes, other.changes, strict=True):
@@ -86,9 +86,9 @@ class StepsMade:
         """Every rank of `world` makes it, for the trained parameters.
 
         Args:
-            allgather: gives a rank's object to all of them; default: `world.allgather`.
+            allgather: gathers the ranks' objects on all ranks; default: `world.allgather`.
             is_for_all: the ranks are those of the job, and compare their last steps when all have finished.
-            parameters: compare them too, and not gradients alone.
+            parameters: compare parameters, not only gradients.
         """
         self._world, self._allgather = world, allgather or world.allgather
         self._names: list[str] = []
@@ -116,9 +116,9 @@ class StepsMade:
         self._versions.append(_REPLACED)
 
     def forget(self, *, rates: bool = False) -> None:
-        """Do not compare the steps until the next exchange: ranks may have made other steps.
+        """Do not compare the steps until the next exchange, because ranks may have made different steps.
 
-        `rates`: do not compare learning rates any more. All ranks give the same.
+        `rates`: stop comparing learning rates. All ranks give the same value.
         """
         self._is_known = False
         self._compares_rates &= not rates
@@ -153,17 +153,17 @@ class StepsMade:
         return True
 
     def drop(self) -> None:
-        """Do not compare when all have finished: an error has told that the ranks differ."""
+        """Do not compare when all have finished: an error has already reported that the ranks differ."""
         self._final[self._number] = ()
 
     def exchanged(self, codes: Sequence[int], views: Sequence[torch.Tensor], *, with_all: bool = True) -> None:
-        """Note that gradients were exchanged, and lie in `views`. If the ranks' codes differ, compare. Collective then.
+        """Note that gradients were exchanged, and are in `views`. If the ranks' codes differ, compare (collective).
 
         Args:
-            with_all: all ranks have taken part; False: compare their numbers of steps alone.
+            with_all: all ranks have taken part; False: compare only their numbers of steps.
 
         Raises:
-            MismatchError: see `compare`; or a rank has made another number of steps.
+            MismatchError: see `compare`; or the ranks have made different numbers of steps.
         """
         try:
             check_steps(self._world, codes)
@@ -174,7 +174,7 @@ class StepsMade:
         try:
             if len(known) > 1 and with_all:
                 self.compare()
-        finally:  # a program may catch the error and continue: later steps are compared by what they do
+        finally:  # a program may catch the error and continue: later steps are compared on their own
             self._used.clear()
             self.count, self._is_known = max(known, default=0) >> COUNTED_FROM_BIT, True
             self._versions = [view._version for view in views]
@@ -194,7 +194,7 @@ class StepsMade:
                     self._refuse(f"step {self.count}", rank, first, difference)
 
     def compare_parameters(self) -> None:
-        """Compare all parameters, whatever has changed them. Collective. Those that differ in bits are sent to all.
+        """Compare all parameters, whatever has changed them. Collective. Those whose bits differ are sent to all ranks.
 
         Raises:
             MismatchError: as `compare`.
@@ -263,12 +263,12 @@ class StepsMade:
 
 
 def _can_be_sampled(gradient: Any) -> bool:
-    """A gradient on a GPU would have to come to the host, and a sparse one could have any size."""
+    """A gradient on a GPU would have to be copied to the CPU, and a sparse one could have any size."""
     return bool(gradient.layout == torch.strided and gradient.is_cpu and gradient.is_floating_point())
 
 
 def _sample(tensor: torch.Tensor, turn: int) -> torch.Tensor:
-    """At most _NUMBERS numbers of a tensor, others in another turn."""
+    """At most _NUMBERS numbers of a tensor, different ones at each turn."""
     tensor = tensor.detach()
     flat = (tensor if tensor.layout == torch.strided else tensor.to_dense()).reshape(-1)
     stride = -(-len(flat) // _NUMBERS) or 1
@@ -288,4 +288,4 @@ def _changed(changes: int) -> str:
         return "there is none"
     if changes == _REPLACED:
         return "it is not from a backward pass"
-    return f"changed {changes} times after the backward pass" if changes else "as the backward pass has left it"
+    return f"changed {changes} times after the backward pass" if changes else "unchanged since the backward pass"

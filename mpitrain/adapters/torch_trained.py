@@ -1,7 +1,7 @@
-"""The trained parameters of a module, and how their gradients come in a backward pass: for TorchModule and prepare.
+"""A module's trained parameters, and how their gradients arrive in a backward pass: for TorchModule and prepare.
 
-- If no rank's loss depends on a parameter, it has no gradient: p.grad is None, and the optimizer leaves it alone, as in
-  one process.
+- If no rank's loss depends on a parameter, it has no gradient: p.grad is None, and the optimizer skips it, as in one
+  process.
 - If some rank's loss depends on a parameter, every rank gets the mean over all samples. On the other ranks, the samples
   count with a gradient of zeros.
 - A rank without samples does not count, whatever its loss depends on.
@@ -31,8 +31,8 @@ class Trained:
         named: all parameters of the module by name.
         tensors: the trained parameters by name, in the order of their indices.
         layout: their description for a GradientReducer, in the same order.
-        changes_dtype: that of the changes of buffers that are exchanged with the gradients.
-        missing: those whose gradients have not come in the backward pass under way.
+        changes_dtype: the dtype of the changes of buffers that are exchanged with the gradients.
+        missing: those whose gradients have not arrived in the current backward pass.
     """
 
     def __init__(self, module: torch.nn.Module, call: str, who: str = "") -> None:
@@ -51,7 +51,7 @@ class Trained:
         self._reported: set[int] = set()
 
     def watch(self, came: Callable[[int, Any], None], gone: str = "") -> None:
-        """Let every backward pass call the method `came(index, parameter)` when a gradient is final in p.grad.
+        """Make every backward pass call the method `came(index, parameter)` when a gradient in p.grad is final.
 
         The method's object is not kept alive. Once it is gone, a backward pass raises GradientError(gone), or continues
         if `gone` is "".
@@ -60,7 +60,7 @@ class Trained:
             parameter.register_post_accumulate_grad_hook(partial(call_weakly, WeakMethod(came), gone, index))
 
     def begin(self) -> None:
-        """Begin a backward pass: no gradient has come."""
+        """Begin a backward pass: no gradient has arrived yet."""
         self.missing = set(range(len(self._values)))
 
     def forget_gradients(self) -> None:
@@ -69,10 +69,10 @@ class Trained:
             parameter.grad = None
 
     def check(self, index: int, gradient: torch.Tensor) -> None:
-        """Check a gradient that is to be exchanged as that of its parameter.
+        """Check that a gradient fits its parameter before it is exchanged.
 
         Raises:
-            GradientError: its kind is not that of the parameter.
+            GradientError: its layout, dtype or device differs from the parameter's.
         """
         dtype = self._dtypes[index]
         if (gradient.layout, gradient.dtype, gradient.device.type) != (torch.strided, dtype, "cpu"):
@@ -83,10 +83,10 @@ class Trained:
             )
 
     def come(self, index: int, cause: str = "") -> None:
-        """Note that a gradient has come. `cause` is a sentence for the error, on what else may have caused it.
+        """Note that a gradient has arrived. `cause` is a sentence for the error, about another possible cause.
 
         Raises:
-            GradientError: it has come before.
+            GradientError: it has already arrived.
         """
         if index not in self.missing:
             raise GradientError(
@@ -96,7 +96,8 @@ class Trained:
         self.missing.discard(index)
 
     def left(self) -> Iterator[tuple[int, Any, torch.Tensor | None]]:
-        """Yield each parameter whose gradient has not come, and what is in p.grad, checked; None: it is not used."""
+        """Yield each parameter whose gradient has not arrived, with the content of p.grad, checked; None: it is not
+        used."""
         for index in sorted(self.missing):
             parameter = self._values[index]
             if parameter.grad is not None:
@@ -104,9 +105,9 @@ class Trained:
             yield index, parameter, parameter.grad
 
     def report(self, remarks: Remarks) -> Iterator[str]:
-        """Yield lines about parameters that ranks have not used, if they were not reported before."""
+        """Yield messages about parameters that ranks have not used, unless already reported."""
         for indices, text in (
-            (remarks.unused, "no rank's loss depends on these parameters, so the optimizer leaves them alone"),
+            (remarks.unused, "no rank's loss depends on these parameters, so the optimizer skips them"),
             (remarks.partly_used, "some ranks' losses do not depend on these parameters; zeros count there"),
         ):
             if names := sorted(self._names[index] for index in indices - self._reported):
@@ -137,7 +138,7 @@ class ModuleTensors:
 
 
 def call_weakly(method: WeakMethod[Callable[..., Any]], gone: str, *arguments: Any) -> Any:
-    """Call a hook without keeping its object: Python cannot see that PyTorch's hooks end with their parameter."""
+    """Call a hook without keeping its object alive: Python cannot see that PyTorch's hooks end with their parameter."""
     bound = method()
     if bound is not None:
         return bound(*arguments)

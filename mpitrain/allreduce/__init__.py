@@ -2,7 +2,7 @@
 
 To add an algorithm, write a file with a factory that takes a World, and add a line below. It then inherits the contract
 tests (tests/ranks/test_allreduce.py), the benchmark and MPITRAIN_ALGORITHM. An entry with steps over a group of ranks
-also runs between nodes, and `auto` takes an entry with a cost where it is the fastest.
+also runs between nodes, and `auto` uses an entry with a cost wherever it is the fastest.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def make_halves(world: World, name: str | None = None) -> Halves:
     """Make the halves of the algorithm of that name, or of the world's settings. Collective.
 
     Raises:
-        ConfigError: there is no algorithm of that name, it has no halves, or it does not suit this world. On every
-            rank.
+        ConfigError: there is no algorithm of that name, it has no halves, or it does not suit this world. Raised on
+            every rank.
         MismatchError: the ranks give different names.
     """
     name = world.config.algorithm if name is None else name
@@ -92,8 +92,8 @@ def make_halves(world: World, name: str | None = None) -> Halves:
         known = ", ".join(sorted(other for other, one in ALGORITHMS.items() if one.halves or one.reduce_scatter))
         raise everywhere(
             ConfigError(
-                f"the algorithm {name} has no halves: it makes no reduce-scatter by itself; those that do are {known}. "
-                "Choose one of them: MPITRAIN_ALGORITHM"
+                f"the algorithm {name} has no halves: it has no separate reduce-scatter; those that have one "
+                f"are {known}. Set MPITRAIN_ALGORITHM to one of them"
             )
         )
     group = everyone(world)

@@ -12,7 +12,7 @@ from mpitrain.allreduce import fixed_point, fixed_point_numpy
 from mpitrain.allreduce.fixed_point import BLOCK_VALUES, FORMS, FloatForm
 from mpitrain.compression.kernels import can_compile, compiled
 
-_PIECE_VALUES = 2**14  # summed here at a time: 128 KiB of float64 stay in a core's cache
+_PIECE_VALUES = 2**14  # summed at a time: 128 KiB of float64 stay in a core's cache
 _COUNT_BITS = 20  # of each of the three counts in a word: +infinity, -infinity, NaN
 MOST_SUMMANDS = 2**_COUNT_BITS - 1
 _NO_EXPONENT = numpy.iinfo(numpy.int16).min
@@ -24,7 +24,7 @@ class Scale(NamedTuple):
     Attributes:
         bottoms: int64[blocks]: exponents of the units.
         width: of a limb, in bits.
-        limbs: int64[blocks]: how many each block needs, at least 1.
+        limbs: int64[blocks]: the number of limbs of each block, at least 1.
         special: bool[blocks]: whether there is infinity or NaN.
     """
 
@@ -39,17 +39,18 @@ class Scale(NamedTuple):
 
     @property
     def num_limbs(self) -> int:
-        """Limbs of the block that needs the most."""
+        """The number of limbs of the block that needs the most."""
         return int(self.limbs.max())
 
     @property
     def num_words(self) -> int:
-        """Words that are summed for each value: limbs, and the counts of infinities and NaNs if there are some."""
+        """The number of words that are summed for each value: limbs, and a word of counts if there are infinities or
+        NaNs."""
         return self.num_limbs + bool(self.special.any())
 
 
 def no_ranges(count: int) -> numpy.ndarray:
-    """The ranges of no summand of so many values: int16[3, blocks], to be raised."""
+    """The initial ranges for this many values: int16[3, blocks], to be raised."""
     ranges = numpy.zeros((3, -(-count // BLOCK_VALUES)), numpy.int16)
     ranges[1] = _NO_EXPONENT
     return ranges
@@ -59,7 +60,7 @@ def scale_of(form: FloatForm, ranges: numpy.ndarray, num_summands: int) -> Scale
     """The scale for all summands, at most `num_summands`, from the maxima of their ranges."""
     width = 63 - (num_summands - 1).bit_length()
     tops, bottoms, special = ranges.astype(numpy.int64)
-    bottoms = numpy.where(tops > 0, -bottoms, 1)  # of zeros alone: any
+    bottoms = numpy.where(tops > 0, -bottoms, 1)  # with zeros alone, any value
     limbs = -(-(tops - bottoms + form.source_precision) // width)
     return Scale(bottoms, width, numpy.maximum(limbs, 1), special > 0)
 
@@ -74,7 +75,7 @@ class Accumulator:
     """The loops, and their scratch memory: an object serves one caller at a time."""
 
     def __init__(self, *, compiles: bool | None = None) -> None:
-        """`compiles`: whether Numba compiles the loops. Default: if it is there. NumPy gives the same bits."""
+        """`compiles`: whether Numba compiles the loops. Default: if it is installed. NumPy gives the same bits."""
         self.compiles = can_compile() if compiles is None else compiles
         names = ("find_ranges", "write_limb", "round_words", "round_limbs", "add_two", "add_doubles", "round_doubles")
         module = fixed_point if self.compiles else fixed_point_numpy
@@ -88,7 +89,7 @@ class Accumulator:
 
     def compile(self, dtype: numpy.dtype) -> None:
         """Compile all loops for a dtype of FORMS. In the middle of a training step, this would delay every rank."""
-        values = numpy.array([1, 2.0**-100]).astype(dtype)  # of float32, they need two words together
+        values = numpy.array([1, 2.0**-100]).astype(dtype)  # in float32, they need two words together
         for number in (2, 3):
             self.add_up([values] * number, values)
         for some in (values, values[:1]):
@@ -101,7 +102,8 @@ class Accumulator:
     def write_word(
         self, form: FloatForm, summands: Sequence[numpy.ndarray], scale: Scale, word: int, into: numpy.ndarray
     ) -> None:
-        """Overwrite `into`, int64[n], with the sum of one word of all summands, given as bits; of none: with zeros."""
+        """Overwrite `into`, int64[n], with the sum of one word of all summands, given as bits; without summands, with
+        zeros."""
         if not summands:
             into.fill(0)
         for number, bits in enumerate(summands):
@@ -171,7 +173,7 @@ class Accumulator:
 
 
 def _counted(form: FloatForm, bits: numpy.ndarray) -> numpy.ndarray:
-    """A word for each value, in which infinities and NaNs are counted when such words are added up."""
+    """A word for each value; the sum of such words counts infinities and NaNs."""
     values = bits.view(form.source)
     nan = numpy.isnan(values)
     places = numpy.where(nan, 2 * _COUNT_BITS, numpy.where(numpy.signbit(values), _COUNT_BITS, 0))

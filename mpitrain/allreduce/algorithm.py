@@ -1,7 +1,7 @@
-"""The interface of allreduce algorithms: work that a caller can drive step by step, or wait for.
+"""The interface of allreduce algorithms: work that a caller can drive in steps, or wait for.
 
-No MPI library moves a large message while nobody calls the library. So the caller that starts an allreduce drives it:
-by `test()` now and then while computing, or by `wait()`.
+No MPI library moves a large message between calls of the library. So the caller that starts an allreduce drives it: by
+calling `test()` now and then while computing, or `wait()`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ INTEGERS = tuple(numpy.dtype(code + str(size)) for code in "iu" for size in (1, 
 DTYPES = FLOATS + INTEGERS
 _SUMMABLE = frozenset(DTYPES)
 
-# The work of one allreduce. Each `next` does what can be done now. The work yields while it must wait (None: look again
-# at once; a number: the seconds that the caller may sleep), and ends when the buffer holds the sum.
+# The work of one allreduce. Each `next` makes the progress that is possible now. The work yields while it must wait
+# (None: call again at once; a number: the seconds that the caller may sleep), and ends when the buffer holds the sum.
 Progress: TypeAlias = Iterator[float | None]
 
 # Adds up host arrays into the last argument, which is one of them.
@@ -59,7 +59,7 @@ class Steps(Protocol):
 
 
 def in_phases(work: Callable[Arguments, Iterator[Iterator[Item]]]) -> Callable[Arguments, Iterator[Item]]:
-    """Makes steps of a generator function that yields the phases of the work; each phase is steps again.
+    """Makes steps from a generator function that yields the phases of the work; each phase again consists of steps.
 
     `yield meet(mates)` means `yield from meet(mates)`, but saves a frame of Python between the driver and the phase.
     """
@@ -72,14 +72,13 @@ def in_phases(work: Callable[Arguments, Iterator[Iterator[Item]]]) -> Callable[A
 
 
 class Piece(Protocol):
-    """A reduce-scatter or an allgather over a group of ranks: a half of an allreduce, and work by itself."""
+    """A reduce-scatter or an allgather over a group of ranks: half of an allreduce, usable separately."""
 
     def __call__(self, flat: Array, lengths: Sequence[int] | None = None, /) -> Progress:
         """The work on one buffer, which has a part for each member of the group, in the order of members.
 
-        Reduce-scatter: member i ends with the sum of everyone's part i in its part i. Its other parts hold partial
-        sums, or their old values.
-        Allgather: member i hands in part i, and ends with all parts.
+        Reduce-scatter: member i ends with the sum of all members' parts i in its part i. Its other parts hold partial
+        sums, or their old values. Allgather: member i contributes part i, and ends with all parts.
 
         Args:
             flat: one-dimensional and contiguous, equally long on every rank; for a sum of one of DTYPES, else any
@@ -107,9 +106,9 @@ class Halves(NamedTuple):
     Attributes:
         name: of the algorithm.
         reduce_scatter: work on a flat host array that ends with the sum over ranks in this rank's part of it. The other
-            parts then hold partial sums or their old values. No rank reads this rank's array any more.
+            parts then hold partial sums or their old values. After that, no other rank reads this rank's array.
         allgather: work on a flat host array, in which each rank has filled its part. It ends with all parts.
-        own: `own(count, rank)` is a rank's part of an array of `count` elements, the same answer on every rank. The
+        own: `own(count, rank)` returns a rank's part of an array of `count` elements, the same on every rank. The
             parts of all ranks are disjoint and complete, and some may be empty.
         memory: where the arrays must be allocated; None: anywhere.
     """
@@ -131,7 +130,7 @@ def of_group(name: str, group: Group, reduce_scatter: Piece, allgather: Piece) -
 
 
 class AllreduceHandle(Begun[None]):
-    """A started allreduce. Several on one communicator run one after the other, in the order started."""
+    """A started allreduce. Several on one communicator run in the order in which they were started."""
 
     def __init__(self, world: World, name: str, flat: Array, steps: Progress) -> None:
         self._name = name
@@ -151,7 +150,7 @@ class Algorithm(Protocol):
     """The result of a factory such as `ring(world)`. Owns its scratch memory."""
 
     def start(self, flat: Array, residual: Array | None = None, *, agreed: bool = False) -> AllreduceHandle:
-        """Begin to replace `flat` by its sum over ranks; the same bits on every rank.
+        """Begin to replace `flat` by its sum over ranks; bitwise identical on every rank.
 
         Every rank starts the same number of elements of the same dtype, in the same kind of memory, in the same order
         of calls.
@@ -159,11 +158,11 @@ class Algorithm(Protocol):
         Args:
             flat: one-dimensional, contiguous, writable host array of one of DTYPES, any length. It must not be
                 touched until the handle is done. Sums are made in its own dtype; integers wrap.
-            residual: for an algorithm that sends a shortened form: float32 host array with as many elements, the values
-                that earlier calls left out. They are added to what this rank sends, and overwritten by the values left
-                out now. Other algorithms ignore it.
+            residual: for an algorithm that compresses: a float32 CPU array with the same number of elements, the
+                residual of earlier calls. It is added to what this rank sends, and overwritten by the new residual.
+                Other algorithms ignore it.
             agreed: the ranks have already compared what they start, as they do once for a bucket's layout. Otherwise
-                they do it here, and if they differ, the handle raises a MismatchError on every rank.
+                they compare it here, and if they differ, the handle raises a MismatchError on every rank.
 
         Raises:
             ValueError: `flat` is not such an array. An array is never copied silently.
@@ -199,7 +198,7 @@ class Sequential:
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Algorithm."""
-        # Ranks may differ in how far they have come with earlier work; none of that work may wait for this call.
+        # Ranks may have progressed differently with earlier work; none of that work may wait for this call.
         self._world.queue.finish()
         return numpy.empty(count, dtype) if self.memory is None else self.memory.allocate(count, dtype)
 
@@ -227,7 +226,7 @@ def check_flat(flat: Array) -> None:
     if not isinstance(flat, numpy.ndarray):
         kind = f"{type(flat).__module__}.{type(flat).__name__}".removeprefix("builtins.")
         hint = ". Arrays on GPUs are for mpitrain.cuda.transports.make_transport" if is_device_array(flat) else ""
-        raise ValueError(f"allreduce takes a NumPy array on the host, not {kind}{hint}")
+        raise ValueError(f"allreduce takes a NumPy array, not {kind}{hint}")
     if flat.ndim != 1 or not flat.flags.c_contiguous or not flat.flags.writeable:
         raise ValueError(
             f"allreduce works in place on a one-dimensional, contiguous, writable array; this one has shape "

@@ -1,8 +1,8 @@
-"""compressed: the sum in a codec's form between nodes, exact inside a node. No entry of ALGORITHMS rounds like this.
+"""compressed: sums in a codec's format between nodes, exact inside a node. No entry of ALGORITHMS rounds like this.
 
-Most codecs go by direct.py. Others are gathered: every rank sends its whole buffer, in the codec's form, to every other
-rank; each adds up all of them. This is for codecs whose sums have no short form: a sum of sparse values is less sparse,
-a sum of signs is no sign. To code it again would leave out most of it once more.
+Most codecs use direct.py. Others are gathered: every rank sends its whole encoded buffer to every other rank, and each
+rank adds up all of them. This is for codecs whose sums have no short form: a sum of sparse values is less sparse.
+Encoding it again would lose most of it once more.
 
 Two ranks with 3 -5 and 1 4, each of which keeps its larger value:
 
@@ -14,8 +14,8 @@ Two ranks with 3 -5 and 1 4, each of which keeps its larger value:
 
 Every rank adds the same wires in the same order in float32, so all ranks end with the same bits.
 
-Cost per rank: (p-1) n bytes sent and received, if the codec makes n of the buffer, in one latency; p buffers decoded.
-direct.py with a codec costs 2(p-1)/p n. So with many nodes the codec must leave out more.
+Cost per rank: (p-1) n bytes sent and received in one latency, where n is the encoded size of the buffer; p buffers
+decoded. direct.py with a codec costs 2(p-1)/p n. So with many nodes the codec must compress more.
 
 Source: the exchange of Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, without
 their server. Error feedback: as in direct.py. Segments travel in pieces, several of them at once: window.py.
@@ -39,7 +39,8 @@ from mpitrain.world.world import World
 
 
 def gathered_steps(group: Group, codec: Codec) -> Steps:
-    """For float32 only. What the codec leaves out of this rank's buffer stays in the residual, if there is one."""
+    """For float32 only. The part of this rank's buffer that the codec does not send stays in the residual, if there is
+    one."""
     others = range(1, group.size)
     wires = [Wires(piece_bytes(group), group.size, codec) for _ in range(WINDOW if group.size > 1 else 0)]
 

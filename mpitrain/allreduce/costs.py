@@ -1,4 +1,4 @@
-"""The cost of a sum by the profile of a cluster, and what follows from it: the size of buckets, whether a codec pays.
+"""The cost of a sum by the profile of a cluster, from which follow the size of buckets and whether a codec pays off.
 
 Each algorithm's file has its own cost function (Cost); this file has the parts that they share.
 
@@ -18,8 +18,8 @@ from mpitrain.profile import Profile
 from mpitrain.world.world import World
 
 _DEFAULT_BUCKET_BYTES = 4 * 2**20
-# If a profile does not say. Measured (benchmarks/log/): below this size, MPI's own call is faster than any algorithm
-# made of messages from Python.
+# Used if a profile has no value. Measured (benchmarks/log/): below this size, MPI's own call is faster than any
+# algorithm made of messages from Python.
 _NATIVE_INSIDE_BYTES, _NATIVE_BETWEEN_BYTES = 16 * 1024, 256 * 1024
 _PYTHON_SECONDS = 200e-6  # the extra time of direct over MPI's own call without latency
 
@@ -48,7 +48,7 @@ class Topology:
         return max(self.ranks_per_node)
 
     def between_nodes(self) -> Topology:
-        """The topology of a lane: one rank of every node, with as many lanes as the smallest node has ranks."""
+        """The topology of a lane: one rank of every node; there are as many lanes as ranks on the smallest node."""
         return Topology(self.profile, (1,) * self.num_nodes, min(self.ranks_per_node))
 
 
@@ -68,7 +68,7 @@ def wire_seconds(num_bytes: int, topology: Topology) -> float:
 
 
 def inside_seconds(num_bytes: int, topology: Topology) -> float:
-    """Seconds in which the ranks of the largest node add up and copy in the memory that they share."""
+    """Seconds that the ranks of the largest node take to add and copy in their shared memory."""
     a_byte = 1 / topology.profile.add_bytes_per_second + 1 / topology.profile.copy_bytes_per_second
     return (topology.most_ranks - 1) / min(topology.ranks_per_node) * num_bytes * a_byte
 
@@ -84,7 +84,8 @@ def native_below_bytes(profile: Profile, num_nodes: int) -> int:
 
 
 def bucket_bytes(profile: Profile, num_nodes: int) -> int:
-    """Make buckets so large that latencies take a twentieth of the time, but no larger: the last is never hidden."""
+    """The size of buckets at which latencies take a twentieth of the time. Not larger: the last bucket is never
+    overlapped."""
     if not profile.is_measured or num_nodes == 1:
         return _DEFAULT_BUCKET_BYTES
     link = max((max(row) for row in profile.links), default=profile.bytes_per_second)
@@ -93,7 +94,7 @@ def bucket_bytes(profile: Profile, num_nodes: int) -> int:
 
 
 def pays(codec: str, profile: Profile, lanes: int) -> bool:
-    """True if a codec that halves the bytes takes less than half of the time that it saves on the wire."""
+    """True if a codec that halves the bytes takes less than half of the communication time that it saves."""
     rate = dict(profile.codecs).get(codec, 0.0)
     return profile.is_measured and rate > 4 * _rate(profile, lanes)
 

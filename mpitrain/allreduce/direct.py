@@ -1,4 +1,4 @@
-"""direct: every rank sends each segment straight to its owner, and the owner sends the sum straight to everybody.
+"""direct: every rank sends each segment directly to its owner, and the owner sends the sum directly to all ranks.
 
 The buffer is cut into p segments, one a rank. Two phases, each in one step, whatever p is:
 
@@ -17,16 +17,16 @@ Four ranks; a0 is rank 0's part of segment a, A the sum of all a:
     gets    D C B           A D C           B A D           C B A           phase 2, from r-1, r-2, r-3
 
 Cost per rank: the bytes of the ring, 2(p-1)/p of the buffer, in 2(p-1) messages per piece, but only two latencies one
-after the other instead of the ring's 2(p-1). So direct is for buffers too small for the ring, and for encoded values,
-which cannot be added up on the way. With a codec, each value is rounded only twice: by each rank that sends its part,
-and by the owner that sends the sum. On the ring each hop would round it. The sum itself is made in float32.
+after the other instead of the ring's 2(p-1). So direct is for buffers that are too small for the ring, and for encoded
+values, which cannot be added up on the way. With a codec, each value is rounded only twice: by each rank that sends its
+part, and by the owner that sends the sum. On the ring each hop would round it. The sum itself is computed in float32.
 
-Every segment is added up on one rank, in a fixed order, and all ranks (its owner too) take what the owner has sent. So
-all ranks end with the same bits.
+Every segment is added up on one rank, in a fixed order, and all ranks (including its owner) take what the owner has
+sent. So all ranks end with the same bits.
 
 Error feedback (Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et al., Error feedback
-fixes SignSGD, ICML 2019): the values that the codec leaves out stay in `residual`, and are added to what is sent next
-time. For the segments of others this is the rank's own error, for its own segment the error of the sum.
+fixes SignSGD, ICML 2019): what the codec does not send stays in `residual`, and is added to what is sent the next time.
+For the segments of others this is the rank's own error, for its own segment the error of the sum.
 
 Segments travel in pieces, several of them at once: window.py.
 
@@ -64,7 +64,7 @@ def direct(world: World) -> Sequential:
 
 
 def direct_seen(world: World, add_all: AddAll) -> Sequential:
-    """The same, with another addition."""
+    """The same, with the addition given."""
     return Sequential(world, "direct", direct_steps(everyone(world), add_all=add_all))
 
 
@@ -79,7 +79,7 @@ def direct_seconds(num_bytes: int, topology: Topology) -> float:
 def direct_steps(group: Group, codec: Codec | None = None, add_all: AddAll | None = None) -> Steps:
     """Run both phases, one after the other for each piece. With a codec: float32 only, rounded; see the module.
 
-    `add_all` adds up all summands of a part once they are there; default: they are added one by one as they come.
+    `add_all` adds up all summands of a part once they have arrived; default: they are added one by one on arrival.
     """
     if codec is not None:
         return in_pieces(group, _coded(group, codec), codec.wire_bytes)

@@ -1,35 +1,35 @@
 """exact: the correctly rounded sum, by any algorithm of the registry. No order or placement of ranks changes it.
 
 The sum of all summands is rounded once, to nearest, ties to even. So it does not depend on the order of the additions.
-There are two ways to it:
+There are two methods:
 
     one rank sees all summands      shared_memory, direct                   it adds them up (accumulator.py)
     partial sums travel             all others; several summands a rank     as whole numbers (fixed_point.py)
 
-The second way, in words of 64 bits, which no algorithm rounds:
+The second method uses words of 64 bits, which no algorithm rounds:
 
     values --> whole numbers on a common scale --> reduce-scatter --> rounded once --> allgather
                                                    of words           by the owner     of floats
 
 Worked: 1, 2^-30 and -1 on three ranks, in float32. The ranks agree that the lowest bit of all is 2^-53, of 2^-30. They
-send 2^53, 2^23 and -2^53. The owner gets 2^23 in whatever order, and rounds it to 2^-30. A sum in float32 is 2^-30 or
-0, by the order.
+send 2^53, 2^23 and -2^53. The owner gets 2^23 in any order, and rounds it to 2^-30. A sum in float32 is 2^-30 or 0,
+depending on the order.
 
 1. Each rank finds the highest and the lowest exponent of each block of 256 values. MPI's own allreduce makes the maxima
    over ranks: 6 bytes a block.
 2. Blocks that fit into one word are summed as int64. Blocks of float32 fit into one word if their exponents differ by
    at most 39 - s, with 2^s summands.
 3. Other blocks, and most of float64, are summed in several words, one after the other.
-4. Infinity and NaN are counted, in one more word for their blocks. The sum is what IEEE 754 says, in any order: NaN, if
-   there is a NaN or both infinities; else infinity. All NaNs have the same bits.
+4. Infinity and NaN are counted, in one more word for their blocks. The sum follows IEEE 754, in any order: NaN if there
+   is a NaN or both infinities; else infinity. All NaNs have the same bits.
 5. Each rank rounds its part. Overflow is infinity, and only of the sum itself: a partial sum cannot overflow. A sum of
    zero is +0, whatever the signs of its zeros.
 
 The error is at most half a unit in the last place of the sum, so never above that of a sum in floats.
 
-Cost per rank, relative to the bytes of the algorithm. The first way: 1. The second way, by an algorithm with halves:
-1.5 for float32 in one word, 1.5 for float64 in two, 2.5 for float16 and bfloat16; by one without halves 2, 2 and 4. In
-addition 0.6 % for the exponents of float32.
+Cost per rank, relative to the bytes of the algorithm. The first method: 1. The second method, by an algorithm with
+halves: 1.5 for float32 in one word, 1.5 for float64 in two, 2.5 for float16 and bfloat16; by an algorithm without
+halves: 2, 2 and 4. In addition, 0.6 % for the exponents of float32.
 
 Source: agreed scales as in Demmel and Nguyen, Fast Reproducible Floating-Point Summation, ARITH 2013, but all bits are
 kept, as in Kulisch, Computer Arithmetic and Validity, 2nd ed., de Gruyter 2013.
@@ -62,21 +62,21 @@ def check_reduction(name: str) -> None:
 
 
 class ExactSum:
-    """An Algorithm for floating dtypes. Also with one rank, it makes -0 to +0, and all NaNs equal."""
+    """An Algorithm for floating dtypes. Even with one rank, it turns -0 into +0, and makes all NaNs equal."""
 
     def __init__(self, world: World, halves: Halves, accumulator: Accumulator, seen: Sequential | None) -> None:
         """Collective.
 
         Args:
             halves: add up int64.
-            seen: adds up by the accumulator what one rank sees, if all summands of a part come to one rank.
+            seen: adds up with the accumulator, if all summands of a part come to one rank.
         """
         self._world = world
         self._halves = halves
         self._accumulator = accumulator
         self._seen = seen
         self._memory = halves.memory if seen is None else seen.memory
-        # For the halves; a rank alone needs none. Ranks may differ in how far they have come with earlier work.
+        # For the halves; a single rank needs none. Ranks may have progressed differently with earlier work.
         world.queue.finish()
         count = _CHUNK_VALUES if world.size > 1 else 0
         dtypes = (numpy.dtype(numpy.int64), numpy.dtype(numpy.float64))
@@ -103,13 +103,13 @@ class ExactSum:
         """See Algorithm. `residual` is ignored.
 
         Args:
-            others: further summands of this rank, host arrays like `flat`; not changed. All ranks give them, or none
-                does. The number may differ by rank, and be 0. At most 32765, and all ranks together, if each had as
-                many summands as the one with the most, MOST_SUMMANDS.
+            others: further summands of this rank, CPU arrays like `flat`; not changed. Either all ranks give them, or
+                none does. The number may differ between ranks, and be 0. A rank may have at most 32765, and that number
+                times the number of ranks, for the rank with the most, may be at most MOST_SUMMANDS.
 
         Raises:
-            ValueError: `flat` or one of `others` is no such array.
-            ConfigError: there are too many summands. On every rank, by the handle.
+            ValueError: `flat` or one of `others` is not such an array.
+            ConfigError: there are too many summands. Raised on every rank, by the handle.
         """
         summands = [flat, *(others or ())]
         for summand in summands:
@@ -155,7 +155,7 @@ class ExactSum:
             for one in summands:
                 own_ranges = ranges[:, begin : begin + chunk_blocks]
                 self._accumulator.raise_ranges(form, bits_of(form, one[part]), own_ranges)
-            yield iter((None,))  # the caller may do something else in between
+            yield iter((None,))  # the caller may do other work in between
         most = numpy.array([min(len(summands), _MOST_OF_A_RANK + 1)], numpy.int16)
         sent = numpy.concatenate([ranges.ravel(), most])
         yield _maximum(self._world, sent)
@@ -179,7 +179,7 @@ class ExactSum:
     def _sum(
         self, form: FloatForm, summands: Sequence[numpy.ndarray], scale: Scale, sums: numpy.ndarray, gathers_there: bool
     ) -> Iterator[Progress]:
-        """Overwrite `sums`; the halves can gather there, or not."""
+        """Overwrite `sums`, whether or not the halves can gather there."""
         own = self._halves.own(sums.size, self._world.rank)
         words = self._words[: sums.size]
         totals = words[None, own]
@@ -197,7 +197,7 @@ class ExactSum:
             sums[:] = gathered
 
     def _bound(self, most: int) -> int:
-        """The largest possible number of summands, from the most that a rank has."""
+        """The largest possible number of summands, from the largest number on any rank."""
         bound = most * self._world.size
         if most > _MOST_OF_A_RANK or bound > MOST_SUMMANDS:
             raise everywhere(
@@ -227,7 +227,7 @@ def exact_sum(world: World, name: str | None = None) -> ExactSum:
 
 
 def _whole(world: World, name: str) -> Halves:
-    """An algorithm without halves in their place: every rank has all of the sum after the first one."""
+    """Halves from an algorithm without halves: every rank has the whole sum after the first one."""
     algorithm = make_algorithm(world, name)
     return Halves(name, algorithm.steps, lambda _: iter(()), lambda count, _: slice(0, count), algorithm.memory)
 

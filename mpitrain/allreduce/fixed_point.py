@@ -139,7 +139,7 @@ def write_limb(
 def round_words(words: numpy.ndarray, first: int, bottoms: numpy.ndarray, sums: numpy.ndarray) -> None:
     """Do the same as round_limbs for one limb and float32, several times as fast.
 
-    The processor rounds a whole number to 24 bits. The scale then changes the exponent only: a sum below the normal
+    The processor rounds a whole number to 24 bits. The scale then changes only the exponent: a sum below the normal
     numbers is a multiple of the smallest number, as all summands are, so it has at most 23 bits.
 
     Args:
@@ -211,7 +211,7 @@ def round_limbs(
                 k -= 1
             value, place = uint64(digits[k]), int64(k * width)
             highest = highest_bit(value)
-            # 63 bits, the last of which says whether anything follows.
+            # 63 bits, the last of which tells whether any further bit is set.
             while k > 0:
                 k -= 1
                 taken = min(int64(62) - highest, int64(width))
@@ -255,7 +255,7 @@ def add_two(left: numpy.ndarray, right: numpy.ndarray, sums: numpy.ndarray) -> N
 
 
 def add_doubles(values: numpy.ndarray, totals: numpy.ndarray, keep: bool, inexact: numpy.ndarray) -> None:
-    """Add float32 values in float64, and say whether an addition was inexact: then the totals are worth nothing.
+    """Add float32 values in float64, and report whether an addition was inexact: then the totals are invalid.
 
     The error of each addition is computed by the six operations of Knuth's TwoSum.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks of a communicator, in an order of their own.
+    """Some ranks of a communicator, in their own order.
 
     Attributes:
         comm: messages travel here, between these ranks only; no communicator is made.
@@ -55,7 +55,7 @@ def pieces_of(segment: slice, number: int) -> list[slice]:
 
 
 def everyone(world: World) -> Group:
-    """All ranks of the world, node by node: neighbours on one node stay neighbours, whatever the placement."""
+    """All ranks of the world, node by node: ranks of one node are neighbours, whatever the placement."""
     order = tuple(rank for node in ranks_by_node(world) for rank in node)
     return Group(world.comm, order, order.index(world.rank))
 

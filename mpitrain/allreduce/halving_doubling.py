@@ -2,8 +2,8 @@
 
 The buffer is cut into p segments. In the first half, partners p/2 apart exchange halves of what they have: each sends
 the half that the partner keeps, and adds what it receives to the half that it keeps itself. Then partners p/4 apart do
-the same with half as much, until each rank has one complete segment. The second half goes the same way back: complete
-segments are exchanged, and each phase doubles what a rank has.
+the same with half as much, until each rank has one complete segment. The second half reverses this: complete segments
+are exchanged, and each phase doubles what a rank has.
 
 Four ranks; a0 is rank 0's part of segment a, a02 = a0+a2, A the sum of all:
 
@@ -21,12 +21,12 @@ Four ranks; a0 is rank 0's part of segment a, a02 = a0+a2, A the sum of all:
 Every segment was added up on one rank and copied from there, so all ranks end with the same bits.
 
 Cost per rank: 2 log2 p phases and 2(p-1)/p of the buffer's bytes sent and received, the least of any allreduce; (p-1)/p
-of the elements added. There are fewer latencies than the ring's 2(p-1), but every phase has another partner, half of
-them far apart, while the ring's messages only go to the neighbour. If p is not a power of two, two more phases, of N
-bytes one way each (pairs.py): then the ring is better for large buffers. Scratch: 1 MiB, less for shorter buffers.
-Source: Rabenseifner, Optimization of collective reduction operations, ICCS 2004, LNCS 3036, 1-9; Thakur, Rabenseifner
-and Gropp, Optimization of collective communication operations in MPICH, Int. J. High Perform. Comput. Appl. 19 (2005)
-49-66, section 4.5.
+of the elements added. There are fewer latencies than the ring's 2(p-1), but every phase has a different partner, half
+of them far apart, while the ring's messages only go to the neighbour. If p is not a power of two, there are two more
+phases of N bytes, one way each (pairs.py): then the ring is better for large buffers. Scratch: 1 MiB, less for shorter
+buffers. Source: Rabenseifner, Optimization of collective reduction operations, ICCS 2004, LNCS 3036, 1-9; Thakur,
+Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, Int. J. High Perform. Comput.
+Appl. 19 (2005) 49-66, section 4.5.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def halving_reduce_scatter(group: Group) -> Piece:
 
 
 def doubling_allgather(group: Group) -> Piece:
-    """The second half by itself: member i hands in part i, all end with all parts.
+    """The second half by itself: member i contributes part i, all end with all parts.
 
     log2 p phases, (p-1)/p of the bytes. If p is not a power of two, the even rank of a pair hands over its part before,
     and receives all parts after: two more phases, of N/p and N bytes.
@@ -110,7 +110,7 @@ def _halving(parts: list[slice]) -> Seats:
 
     def elements(first_seat: int, num_seats: int) -> slice:
         """The parts of all members on these seats."""
-        # The first `rest` seats are for two members each.
+        # The first `rest` seats have two members each.
         begin, end = (seat + min(seat, rest) for seat in (first_seat, first_seat + num_seats))
         return slice(parts[begin].start, parts[end - 1].stop)
 
@@ -129,7 +129,7 @@ def _halving(parts: list[slice]) -> Seats:
 
 
 def _doubling(parts: list[slice]) -> Seats:
-    """The way back: send what was kept, receive what was given."""
+    """The reverse phase: send what was kept, receive what was given away."""
     halving = _halving(parts)
 
     def seats(seat: int, power: int) -> list[Phase]:

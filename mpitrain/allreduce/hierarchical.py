@@ -23,7 +23,7 @@ above, sends 2(p-1)/p N for every one of its L ranks; in memory, the cost of sha
 node's number have no lane: they only contribute and receive.
 
 Between nodes, any algorithm over a group works: for each size, the one with the lowest predicted time (registry.py).
-With a codec the algorithm is direct, and the lane's rank keeps what the codec leaves out. Each segment's sum is made in
+With a codec the algorithm is direct, and the lane's rank keeps the residual. Each segment's sum is made in
 one place and copied from there.
 
 Source: Jia et al., Highly scalable deep learning training system with mixed-precision, arXiv:1807.11205, section 3.3,
@@ -124,7 +124,7 @@ def hierarchical_halves(world: World) -> Halves:
 
 
 def _between_halves(world: World, group: Group) -> tuple[Callable[[numpy.ndarray], Progress], ...]:
-    """Both halves over a lane, of the algorithm with halves that is the fastest for a segment's number of bytes."""
+    """Both halves over a lane, of the fastest algorithm with halves for a segment's number of bytes."""
     topology = topology_of(world).between_nodes()
     entries = {name: entry for name, entry in ALGORITHMS.items() if entry.reduce_scatter and entry.seconds}
     made = {

@@ -3,8 +3,8 @@
     flat + residual --> [ M Q of each matrix | vectors ]   first sum    --> P of each matrix, the vectors' sum
                     --> [ M^T P of each matrix ]           second sum   --> Q of each matrix, P Q^T
 
-Cost: the cost of two sums of those lengths, one after the other. M is read three times and written twice, what is left
-out is read and written once. Every rank takes part with its own gradients, also ranks on one node: M Q is linear, so
+Cost: the cost of two sums of those lengths, one after the other. M is read three times and written twice; the residual
+is read and written once. Every rank takes part with its own gradients, including ranks on one node: M Q is linear, so
 the sum of products is the product of the sum.
 
 Source: as in power_sgd.py.
@@ -23,7 +23,7 @@ from mpitrain.compression.power_sgd import Matrix, Plan, Products, first_factor
 from mpitrain.errors import MismatchError, everywhere
 from mpitrain.world.world import World
 
-# Of 4 bits, of a checksum of 32. Float32 adds whole numbers exactly up to 2^24, so the squares of 74565 ranks.
+# Digits of 4 bits, of a checksum of 32 bits. Float32 adds whole numbers exactly up to 2^24: the squares of 74565 ranks.
 _DIGITS = 8
 NUM_MARKS = 2 * _DIGITS  # values behind those of the first sum
 Factors = dict[Any, numpy.ndarray]
@@ -33,7 +33,7 @@ class LowRank(Protocol):
     """Makes the work on a flat float32 buffer."""
 
     def __call__(self, flat: numpy.ndarray, residual: numpy.ndarray, plan: Plan, factors: Factors) -> Progress:
-        """All are overwritten but the plan: the sum, what is left out, the Q of the next step.
+        """All arguments but the plan are overwritten: with the sum, the residual, and the Q of the next step.
 
         All ranks have equal plans.
         """
@@ -43,9 +43,10 @@ class LowRank(Protocol):
 def low_rank_steps(world: World, total: Steps, products: Products) -> LowRank:
     """The work on one flat float32 buffer. `total` sums host buffers over the ranks.
 
-    The first sum also says whether all ranks have equal factors. If not, every rank raises a MismatchError.
+    The first sum also checks that all ranks have equal factors. If not, every rank raises a MismatchError.
 
-    A sum that is not finite makes its matrix NaN on every rank; then nothing of it is left out, and it begins anew.
+    A sum that is not finite makes its matrix NaN on every rank; its residual is then 0, and its factor is initialised
+    again.
     """
 
     @in_phases
@@ -99,7 +100,8 @@ def _marks(plan: Plan, factors: Factors) -> numpy.ndarray:
 
 
 def _check_marks(size: int, sums: numpy.ndarray) -> None:
-    """Only equal numbers have n x the sum of squares equal to the square of the sum. Every rank sees both."""
+    """The numbers are equal if and only if n x the sum of squares equals the square of the sum. Every rank sees
+    both."""
     digits, squares = (part.astype(numpy.int64) for part in (sums[:_DIGITS], sums[_DIGITS:]))
     if (size * squares != digits**2).any():
         raise everywhere(
@@ -118,7 +120,7 @@ def _factor(world: World, matrix: Matrix, factors: Factors) -> numpy.ndarray:
     if known is not None:
         world.print(
             f"mpitrain: the factor of {matrix.key} is {known.shape}, but the compression asks for "
-            f"{(matrix.rank, matrix.columns)}, so it begins anew: its first means are less close"
+            f"{(matrix.rank, matrix.columns)}, so it is initialised again: its first means are less accurate"
         )
     return first_factor(matrix)
 
@@ -143,7 +145,7 @@ def _whole(plan: Plan) -> Iterator[tuple[slice, slice]]:
 
 
 def _with_new_columns(matrix: Matrix, qt: numpy.ndarray) -> numpy.ndarray:
-    """Return qt, in which columns of zeros are replaced by those of a first step: from 0, no step leads away."""
+    """Return qt with columns of zeros replaced by those of a first step, because a column of zeros would stay 0."""
     dead = numpy.logical_not(qt.any(axis=1))
     if not dead.any():
         return qt

@@ -38,10 +38,10 @@ def native(world: World) -> Sequential:
 
 
 def native_seconds(num_bytes: int, topology: Topology) -> float:
-    """The time of the algorithm for large buffers, in proportion, up to the size at which MPI's own call falls behind.
+    """The time of the algorithm for large buffers, scaled down, up to the size at which MPI's own call becomes slower.
 
-    The library's algorithm is unknown, so its time is not modelled. Known is only the size at which the two are equally
-    fast, from a measurement or a rule of thumb (costs.native_below_bytes).
+    The library's algorithm is unknown, so its time is not modelled. Only the size at which the two are equally fast is
+    known, from a measurement or a rule of thumb (costs.native_below_bytes).
     """
     limit = native_below_bytes(topology.profile, topology.num_nodes)
     if topology.lanes or num_bytes >= limit:
@@ -51,7 +51,7 @@ def native_seconds(num_bytes: int, topology: Topology) -> float:
 
 
 def native_steps(group: Group) -> Steps:
-    """MPI's own call if the group has all ranks of its communicator. For part of them, recursive doubling.
+    """MPI's own call if the group has all ranks of its communicator, otherwise recursive doubling.
 
     MPI's call is for whole communicators. A group makes no communicator, because libraries have few.
     """
@@ -68,7 +68,7 @@ def native_steps(group: Group) -> Steps:
                 request = comm.Iallreduce(MPI.IN_PLACE, [words, MPI.UINT16_T], _addition(flat.dtype))
             else:
                 request = comm.Iallreduce(MPI.IN_PLACE, part, MPI.SUM)
-            # A short call ends before a wait with all its looks has begun.
+            # A short call ends sooner than a full wait would begin.
             for _ in range(_SPINS):
                 if request.Test():
                     break

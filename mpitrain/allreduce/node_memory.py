@@ -2,7 +2,7 @@
 
 Each rank makes anonymous memory (memfd_create(2)) and maps the memory of the others through /proc. Unlike an MPI
 window, the memory is freed when the last array in it is gone, without a collective call. Unlike a file in /dev/shm, it
-leaves nothing behind when the job is killed, and the size of /dev/shm, 64 MB in a container, is no limit.
+leaves nothing behind when the job is killed, and the size of /dev/shm, 64 MB in a container, does not limit it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MARK_BYTES = 8
 
 
 class NodeMemory:
-    """The shared arrays of one algorithm. Arrays with one number have equal sizes on every rank of the node."""
+    """The shared arrays of one algorithm. Arrays with the same number have the same size on every rank of the node."""
 
     def __init__(self, mates: Group) -> None:
         self._mates = mates
@@ -40,10 +40,10 @@ class NodeMemory:
         self._others: list[tuple[int, dict[int, numpy.ndarray]]] = []
 
     def allocate(self, num_bytes: int) -> Generator[float | None, None, numpy.ndarray]:
-        """Work that ends with this rank's part, as uninitialised bytes. All ranks of the node do it, for one number.
+        """Work that ends with this rank's part, uninitialised bytes. All ranks of the node run it, for the same array.
 
         Raises:
-            MismatchError: the ranks of the node want different numbers of bytes; raised on all of them.
+            MismatchError: the ranks of the node ask for different numbers of bytes; raised on all of them.
             MpitrainError: the others' memory cannot be mapped, for instance because two containers on one machine have
                 the same host name; raised on all of them.
         """
@@ -51,7 +51,7 @@ class NodeMemory:
         descriptor = os.memfd_create("mpitrain")
         try:
             os.ftruncate(descriptor, max(num_bytes, _MARK_BYTES))
-            # In another container, the same numbers may belong to another process and file.
+            # In another container, these numbers may belong to a different process and file.
             mark = os.urandom(_MARK_BYTES)
             os.pwrite(descriptor, mark, 0)
             own = numpy.array([os.getpid(), descriptor, num_bytes, int.from_bytes(mark, "little", signed=True)])
@@ -83,8 +83,8 @@ class NodeMemory:
                 MpitrainError(
                     f"rank {mates.members[index]} cannot map the memory of the ranks on its node: "
                     f"{os.strerror(int(codes[index, 0]))}. Run the ranks as one user, and in one container or with "
-                    "--pid=host. If MPI itself needs no such memory, send instead: MPITRAIN_ALGORITHM=ring, no "
-                    "compression"
+                    "--pid=host. If MPI itself works without such memory, send messages instead: "
+                    "MPITRAIN_ALGORITHM=ring, no compression"
                 )
             )
         others = dict(enumerate(maps))
@@ -112,7 +112,7 @@ class NodeMemory:
         return arrays
 
     def _by_all(self, error: MpitrainError) -> MpitrainError:
-        """Make an error that all ranks of the node raise, after their last message."""
+        """Return an error for all ranks of the node to raise, after their last message."""
         return everywhere(error, self._mates.size == self._mates.comm.size)
 
     def _forget(self, address: int) -> None:

@@ -1,6 +1,6 @@
 """Allreduce in phases: in each, a rank exchanges a part of the buffer with one partner. Shared by two algorithms.
 
-recursive_doubling.py and halving_doubling.py say who meets whom, with which part; this module does the work. A part
+recursive_doubling.py and halving_doubling.py determine the partners and parts; this module does the work. A part
 travels in pieces (mpitrain/waiting/pieces.py). A phase begins when the phase before it is complete.
 
 Both algorithms need a power of two of ranks. For another number, p = q + r with q the largest power of two, the first
@@ -93,7 +93,7 @@ def seating(size: int) -> tuple[int, int]:
 
 
 def _add_left(own: numpy.ndarray, arrived: numpy.ndarray) -> None:
-    """Add to `own`, with the same bits as _add_right on the other side: of two NaNs, the sum is the left one."""
+    """Add to `own`, with the same bits as _add_right on the other side: the sum of two NaNs is the left one."""
     _add(own, arrived, own)
 
 
@@ -104,7 +104,7 @@ def _add_right(own: numpy.ndarray, arrived: numpy.ndarray) -> None:
 def _add(left: numpy.ndarray, right: numpy.ndarray, own: numpy.ndarray) -> None:
     # Infinity is a value like any other here; the caller checks the sum if it must be finite.
     with numpy.errstate(all="ignore"):
-        # For single elements NumPy would choose a reduction, and take the overwritten operand for the left one.
+        # For single elements NumPy would use a reduction, with the overwritten operand on the left.
         if own.size == 1:
             own[0] = (left + right)[0]
         else:

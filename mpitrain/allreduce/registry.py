@@ -16,21 +16,21 @@ from mpitrain.world.world import World
 
 
 class Entry(NamedTuple):
-    """What the registry knows of an algorithm.
+    """The registry's description of an algorithm.
 
     Attributes:
         make: makes it for a World. Collective.
         over: makes its steps for a group of ranks. Not collective: only the ranks of the group call it. None for an
-            algorithm that is for a whole World only. `hierarchical` can run algorithms with `over` between nodes.
-        seconds: the predicted time. `auto` and `hierarchical` take the algorithm with the lowest one; of equal ones,
-            the first in the registry. None: neither of them takes this algorithm.
+            algorithm that works only for a whole World. `hierarchical` can run algorithms with `over` between nodes.
+        seconds: the predicted time. `auto` and `hierarchical` use the algorithm with the lowest time; if times are
+            equal, the first in the registry. None: neither of them uses this algorithm.
         reduce_scatter, allgather: make the two halves of an algorithm that has halves, each for use by itself. Not
             collective, like `over`. On one communicator, the queue keeps the messages of two pieces of work in order.
         halves: makes both halves for a World, if the algorithm has some, but none over a group. Collective.
         is_alike: if no part of the buffer is longer than another, every rank does the same: what rank r sends to rank
-            r + i, rank 0 sends to rank i. So a simulation of rank 0 is one of all (forecast/training.py).
+            r + i, rank 0 sends to rank i. So a simulation of rank 0 represents all ranks (forecast/training.py).
         seen: makes it for a World, with another function that adds up all summands of a part at once: for an algorithm
-            that brings all of them to one rank. Collective. None if partial sums travel; so may be its result.
+            that brings all of them to one rank. Collective. None if partial sums travel. Its result may also be None.
     """
 
     make: Callable[[World], Sequential]
@@ -50,7 +50,7 @@ _PROBES = tuple(2**exponent for exponent in range(41))
 
 
 def cheapest(num_bytes: int, topology: Topology, names: Iterable[str]) -> tuple[float, str]:
-    """The lowest predicted time in seconds, and the name of its algorithm; of equal ones the first."""
+    """The lowest predicted time in seconds, and the name of its algorithm; if times are equal, the first."""
     return min(((predicted(name, num_bytes, topology), name) for name in names), key=lambda pair: pair[0])
 
 
@@ -61,7 +61,7 @@ def predicted(name: str, num_bytes: int, topology: Topology) -> float:
 
 
 def priced(topology: Topology) -> list[str]:
-    """The algorithms with a cost that can run on this topology, in the order of the registry."""
+    """The algorithms with a cost function that can run on this topology, in the order of the registry."""
     return [
         name
         for name, entry in ALGORITHMS.items()
@@ -70,7 +70,7 @@ def priced(topology: Topology) -> list[str]:
 
 
 def candidates(topology: Topology) -> list[str]:
-    """Return the algorithms that are the fastest at some power of two of bytes. Others are not worth making."""
+    """Return the algorithms that are the fastest at some power of two of bytes. Others need not be made."""
     names = priced(topology)
     return list(dict.fromkeys(cheapest(num_bytes, topology, names)[1] for num_bytes in _PROBES))
 

@@ -1,7 +1,7 @@
 """ring: reduce-scatter, then allgather, around a ring of ranks. No rank moves more bytes than necessary.
 
-The buffer is cut into p segments, one a rank. Every rank sends to its right neighbour only, and receives from its
-left one only.
+The buffer is cut into p segments, one a rank. Every rank sends only to its right neighbour, and receives only from its
+left neighbour.
 
     0 --> 1 --> 2 --> 3 --> back to 0
 
@@ -20,8 +20,8 @@ r-1-t and adds what it receives to segment r-2-t:
 Rank r now has segment r complete. Allgather: the complete ones are passed on, three steps again, each received where it
 belongs. Every segment was added up in one place and copied from there, so all ranks end with the same bits.
 
-Cost a rank: each half p-1 steps and (p-1)/p of the buffer's bytes sent and received; together 2(p-1)/p, the least any
-allreduce can; (p-1)/p of the elements added. Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for
+Cost a rank: each half p-1 steps and (p-1)/p of the buffer's bytes sent and received; together 2(p-1)/p, the minimum for
+any allreduce; (p-1)/p of the elements added. Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for
 clusters of workstations, J. Parallel Distrib. Comput. 69 (2009) 117-124.
 
 Segments travel in pieces. A piece is passed on as soon as it has been added, and the receives of the next pieces
@@ -46,9 +46,9 @@ from mpitrain.arrays import Array
 from mpitrain.waiting.pieces import Combine, Mover, Receive, Send, add
 from mpitrain.world.world import World
 
-# Measured: see benchmarks/log/. A larger message would go over TCP in a way that does not send and receive at once.
+# Measured: see benchmarks/log/. Over TCP, MPI does not send and receive larger messages at the same time.
 PIECE_BYTES = 256 * 1024
-AHEAD = 8  # pieces posted for receiving, and at most in sending, at one time
+AHEAD = 8  # pieces that are posted for receiving, and at most being sent, at one time
 _TAG = 1
 
 
@@ -60,7 +60,7 @@ class PieceStep(NamedTuple):
         after: how many pieces must be ready before it is sent.
         receive: elements of the buffer if it adds, else bytes.
         adds: whether what comes is added; else it overwrites.
-        overwrites_after: how many pieces must have left before it may overwrite.
+        overwrites_after: how many pieces must have been sent before it may overwrite.
     """
 
     send: slice
@@ -76,7 +76,7 @@ def ring(world: World) -> Sequential:
 
 
 def ring_seconds(num_bytes: int, topology: Topology) -> float:
-    """2 (m-1) latencies and 2 (m-1)/m of the bytes over a link, for m nodes. For one rank a node only."""
+    """2 (m-1) latencies and 2 (m-1)/m of the bytes over a link, for m nodes. Only for one rank per node."""
     nodes = topology.num_nodes
     if topology.most_ranks > 1:
         return math.inf
@@ -114,7 +114,7 @@ def around(
     piece_bytes: int = PIECE_BYTES,
     add: Combine = add,
 ) -> Piece:
-    """The first half, the second one, or both, on arrays of the host or of a GPU; `mover` is for such arrays."""
+    """The first half, the second one, or both, on CPU or GPU arrays; `mover` is for the same kind."""
     left, right = group.rank(-1), group.rank(1)
     cached_plan = lru_cache(maxsize=256)(plan)
 
@@ -144,7 +144,7 @@ def plan(
 ) -> list[PieceStep]:
     """What the member at place `index` does, in the order in which pieces are sent and received.
 
-    Every segment has as many pieces as the largest one, empty ones if need be: a rank whose segment is empty must
+    Every segment has as many pieces as the largest one, some of them possibly empty: a rank whose segment is empty must
     still pass on the others' pieces.
     """
     pieces = _pieces(count, lengths, size, max(1, piece_bytes // itemsize))

@@ -17,7 +17,7 @@ def auto(world: World) -> Sequential:
     """The fastest algorithm for a buffer's number of bytes. See Algorithm for the contract."""
     topology = topology_of(world)
     made = {name: ALGORITHMS[name].make(world) for name in candidates(topology)}
-    # At most one of them has memory of its own: shared_memory and hierarchical have the node's memory.
+    # At most one of them has its own memory: shared_memory and hierarchical use the node's memory.
     memory = next((algorithm.memory for algorithm in made.values() if algorithm.memory is not None), None)
     return Sequential(world, "auto", by_cost(topology, {name: made[name].steps for name in made}), memory)
 
@@ -28,7 +28,7 @@ def auto_halves(world: World) -> Halves:
 
 
 def auto_seen(world: World, add_all: AddAll) -> Sequential | None:
-    """Shared memory on one node, direct between nodes of one rank. Otherwise the sums of nodes must travel."""
+    """Shared memory on one node, direct between nodes with one rank each. Otherwise the nodes' sums must travel."""
     if world.num_nodes == 1:
         return shared_memory_seen(world, add_all)
     return direct_seen(world, add_all) if world.num_nodes == world.size else None
@@ -94,12 +94,12 @@ def _compression(world: World) -> str:
         return f"compression {name}: none, as all ranks are on one node"
     chosen = compression(world.profile, world.num_nodes, num_lanes(world)) if name == "auto" else name
     said = f"compression {name}: {chosen}" if name == "auto" else f"compression {name}"
-    # Not by all strategies: local updates, and loops of PyTorch, take what is said before.
+    # Not by all strategies: local updates and PyTorch loops use the setting described before.
     later = "; mt.Sync and mt.AutoSync choose while they train" if name == "auto" else ""
     kind = chosen.partition(":")[0]
     if kind in CODECS:
         way = "gathered" if CODECS[kind](False).gathered else "direct"
-        return f"{said}; gradients of all sizes go by {way} between nodes{later}"
+        return f"{said}; gradients of all sizes use {way} between nodes{later}"
     if kind != "none":
-        return f"{said}; its sums, of thin matrices, go as other sums do"
+        return f"{said}; its sums, of thin matrices, use the same algorithms as other sums"
     return f"{said}, as {'the profile says' if world.profile.is_measured else 'the network is not known'}{later}"

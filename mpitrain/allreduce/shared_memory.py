@@ -18,11 +18,11 @@ adds up 2 + 20 + 200 + 2000, and so on; all have 1111 2222 3333 4444.
 Cost a rank: N bytes read, N written, 2 log2(p) empty messages. Every sum is made by one rank in rank order and copied
 from there: the same bits on every rank.
 
-A buffer in other memory goes through a shared slab, piece by piece. Each rank copies in the segments that the others
-own, adds the segment that it owns to its own buffer, copies that sum in, and copies out the others' sums. That costs
-2 (p-1)/p N bytes of copies more, and N/p. Pieces alternate between the two halves of the slab, so that no rank
-overwrites
-what another rank still copies out: a rank that has met the others twice since knows that they have finished that copy.
+A buffer in other memory is processed through a shared slab, piece by piece. Each rank copies in the segments that the
+others own, adds the segment that it owns to its own buffer, copies that sum in, and copies out the others' sums. That
+adds copies of 2 (p-1)/p N bytes, and of N/p. Pieces alternate between the two halves of the slab, so that no rank
+overwrites what another rank is still copying out: after two further barriers, a rank knows that the others have
+finished that copy.
 
 Source: the layout is the shared-memory reduction of Jain, Kaleem, Balmana, Langer, Durnov, Sannikov and Garzaran,
 Framework for scalable intra-node collective operations using shared memory, SC 2018, with the buckets themselves as the
@@ -82,7 +82,7 @@ def shared_memory(world: World) -> Sequential:
 
 
 def shared_memory_seen(world: World, add_all: AddAll) -> Sequential:
-    """The same, with another addition. Raises as shared_memory does."""
+    """The same, with the addition given. Raises as shared_memory does."""
     _refuse_nodes(world)
     memory = NodeArrays(world)
 
@@ -143,7 +143,7 @@ def shared_memory_steps(memory: NodeArrays, add_block: AddBlock = add_block) -> 
 
 
 def shared_memory_halves(world: World) -> Halves:
-    """Rank r has part r: it reads that part of everybody's array. For worlds on one node, and arrays in its memory.
+    """Rank r has part r: it reads that part of every rank's array. For worlds on one node, and arrays in its memory.
 
     Raises:
         ConfigError: the ranks are on several nodes.

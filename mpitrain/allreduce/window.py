@@ -1,7 +1,7 @@
-"""Segments in pieces, WINDOW of them under way at a time: the pipeline of direct on the host and on a GPU.
+"""Segments in pieces, of which WINDOW are under way at a time: the pipeline of direct on the CPU and on a GPU.
 
-A rank starts a piece only after it has finished the piece WINDOW before it. This also bounds how much a slow rank must
-receive ahead of time.
+A rank starts piece n only after it has finished piece n - WINDOW. This also bounds how much a slow rank must receive
+ahead of time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpitrain.arrays import Array
 from mpitrain.waiting.pieces import Pace
 from mpitrain.watching.activity import count_moved
 
-WINDOW = 4  # pieces on their way at one time
+WINDOW = 4  # pieces under way at one time
 _FLIGHT_BYTES = 3 * 2**20  # of a window, both ways, before compression; bounds the scratch memory
 _LARGEST_PIECE, _SMALLEST_PIECE = 256 * 1024, 16 * 1024
 _TAG = 10  # and 2 WINDOW more
@@ -31,7 +31,7 @@ class PieceSteps(Protocol):
         """Yield whether anything has happened.
 
         Args:
-            slot: below WINDOW; no two pieces that are on their way have the same one.
+            slot: below WINDOW; no two pieces under way have the same slot.
             tag: of the messages of the first phase; the next one is free too.
             parts: the piece in `flat`, by the place in the group of the segment's owner.
         """
@@ -47,7 +47,7 @@ def piece_bytes(group: Group) -> int:
 def in_pieces(group: Group, piece_steps: PieceSteps, wire_bytes: Callable[[int], int] | None = None) -> Steps:
     """Run both phases of `piece_steps` on all pieces of a buffer.
 
-    The pieces, and so the roundings, are the same wherever `piece_steps` codes and adds: on the host or on a GPU.
+    The pieces, and so the roundings, are the same wherever `piece_steps` codes and adds: on the CPU or on a GPU.
 
     Args:
         wire_bytes: returns the length of that many values in a codec's form.

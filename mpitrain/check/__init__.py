@@ -1,4 +1,4 @@
-"""Find what is wrong with this machine, or with the nodes of a cluster: agents look, pure functions judge.
+"""Find what is wrong with this machine, or with a cluster's nodes: agents collect facts, pure functions judge them.
 
 check.py      what a check is, its findings, what was seen, and what judges share: comparisons of nodes, repair commands
 target.py     which nodes, which user, which share: from the inventory and group_vars; how ssh logs in to them

@@ -1,4 +1,4 @@
-"""This side of a node's agent: its code goes there as text, then questions go out and answers come back."""
+"""This side of a node's agent: its code is sent there as text, then questions are sent and answers come back."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _MODULES = (
     "jobs",
     "gpu",
 )
-# A slow or busy machine takes long to start Python. This deadline is only for a shell that hangs.
+# A slow or busy machine takes long to start Python. This deadline is only for hanging shells.
 _BEGIN_SECONDS = 20.0
 _MOST_NOISE = 1 << 16
 _MOST_ANSWER = 1 << 23
 
 
-# A program of several lines, as a word that every shell takes: csh knows no line breaks in quotes.
+# A program of several lines, as one word that every shell accepts: csh allows no line breaks in quotes.
 def in_a_word(program: str) -> str:
     return f"import base64;exec(base64.b64decode({base64.b64encode(program.encode()).decode()!r}))"
 
@@ -84,7 +84,7 @@ class UnansweredError(Exception):
 
 
 class AgentConnection(Protocol):
-    """The way to an agent and back: connect.py's to another machine, doctor.py's to a process on this one.
+    """The connection to an agent: connect.py's to another machine, doctor.py's to a process on this one.
 
     Its calls raise OSError if the connection is lost.
     """
@@ -105,7 +105,7 @@ class AgentConnection(Protocol):
         """The reason why the far end has ended."""
 
     def cut(self) -> None:
-        """Make every call that waits return."""
+        """Make every waiting call return."""
 
     def close(self) -> None:
         """Hang up; the far end then ends itself and everything that it runs. Does not raise."""
@@ -118,7 +118,7 @@ class AgentClient:
         """Send the bundle and wait for the first answer. `seconds`: the duration of the login so far.
 
         Raises:
-            LoginError: nothing that is ours answers.
+            LoginError: no agent of mpitrain answers.
         """
         self.host = host
         self.host_key = connection.host_key
@@ -135,7 +135,7 @@ class AgentClient:
             is_late.set()
             connection.cut()
 
-        # Whatever the far side does: a shell may hang, or send a byte now and then.
+        # In force whatever the far side does: a shell may hang, or send a byte now and then.
         watchdog = threading.Timer(_BEGIN_SECONDS, give_up)
         watchdog.daemon = True
         watchdog.start()

@@ -1,7 +1,7 @@
-"""What a check is, what it reports and judges; and what judges share: comparisons of nodes, repair commands.
+"""Checks with their findings and observations; and what judges share: comparisons of nodes, repair commands.
 
-A check is one entry in a module of `checks/`: what to look at, a pure function from what was seen to findings, why the
-check matters, and the remedy. A check without findings has passed. So a judge without enough data must raise
+A check is one entry in a module of `checks/`: the observations that it needs, a pure function from these to findings,
+why the check matters, and the remedy. A check without findings has passed. So a judge without enough data must raise
 (`NotSeenError`, `NotHereError`), and never just return.
 """
 
@@ -19,7 +19,7 @@ from mpitrain.launch.hostfile import Host
 Level = Literal["quick", "full", "bench"]
 LEVELS: tuple[Level, ...] = ("quick", "full", "bench")
 Verdict = Literal["pass", "warn", "fail", "skip", "blocked", "unknown"]
-# The place of one verdict: the whole cluster, a node, the head alone, a pair of nodes in one direction, the way from
+# The place of one verdict: the whole cluster, a node, only the head, a pair of nodes in one direction, the path from
 # the head to a node.
 Scope = Literal["cluster", "node", "head", "pair", "way"]
 # The needs of a check of a node's answers: the login works, and Python runs there.
@@ -33,7 +33,7 @@ _SSH = "ssh {login} "
 
 
 class NotSeenError(Exception):
-    """The judge's data was asked for, but there is no answer; the text gives the reason. The verdict is unknown."""
+    """The judge's data was requested, but there is no answer; the text gives the reason. The verdict is unknown."""
 
 
 class NotHereError(Exception):
@@ -42,7 +42,7 @@ class NotHereError(Exception):
 
 @dataclass
 class Seen:
-    """All that was seen, in plain values that JSON can hold. An answer that failed is {"error": why}.
+    """All observations, as JSON values. An answer that failed is {"error": why}.
 
     Attributes:
         target: the cluster that was checked.
@@ -88,7 +88,7 @@ def _answer(sections: Mapping[str, Any], section: str, shell: str = _OWN_SSH) ->
     answer = sections[section]
     if isinstance(answer, dict) and isinstance(answer.get("error"), str):
         raise NotSeenError(answer["error"])
-    # A failed ssh of the shared user to its own node: SSH09 judges it, and it is no answer for the others.
+    # A failed ssh of the shared user to its own node: SSH09 judges it, and other checks must not use it.
     if isinstance(answer, dict) and isinstance(answer.get("refused"), str):
         raise NotSeenError(f"{shell} {answer['refused']}")
     return answer
@@ -96,16 +96,16 @@ def _answer(sections: Mapping[str, Any], section: str, shell: str = _OWN_SSH) ->
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a judge says of one place.
+    """A judge's statement about one place.
 
     Attributes:
         verdict: warn or fail; or unknown or skip, if this is true of only a part.
-        observed: what was seen, without the node's name, so that many nodes with the same fault share one line. Its
-            effect is not said here: the check's `why` is printed with it.
+        observed: the observation, without the node's name, so that many nodes with the same fault share one line. It
+            does not state the effect: the check's `why` is printed with it.
         allowed: what would be right.
         remedy: a command instead of the check's own; may use its fields.
         where: () for the cluster, (node,), or (from, to); None: the place that the judge was asked about.
-        mend: the nodes whose set-up must be run again; if empty, those of the places.
+        mend: the nodes that must be provisioned again; if empty, those of the places.
     """
 
     verdict: Verdict
@@ -138,7 +138,8 @@ class Check:
         alone: the check applies to a single machine, so `mpitrain doctor` makes it too.
         remedy_alone: the command that repairs the fault there, if `remedy` does not.
         needs: checks without which this one cannot be judged; they come earlier in the registry.
-        needs_head: the same, of the head, for a check of any node.
+        needs_head: the same, of the head, for a check of any node. The head may not be among the nodes that are
+            checked: a judge that compares with it then raises NotHereError.
         needs_all: of needs, when a failure on any node blocks the check as a whole.
         fault: the fault that tests/faults makes to prove the check; or "none" and why none can be made.
     """
@@ -192,7 +193,7 @@ class Result:
 
 
 def usual(values: Mapping[str, Any], head: str) -> Any:
-    """Return what most nodes have; the head's answer if there is no majority."""
+    """Return the most frequent value of the nodes; the head's if there is no majority."""
     counts = Counter(repr(value) for value in values.values())
     most = max(counts.values())
     tied = [name for name, value in values.items() if counts[repr(value)] == most]
@@ -216,7 +217,7 @@ def over_ssh(login: str, *command: str) -> str:
 
 
 def through_ssh(login: str, line: str) -> str:
-    """Do the same for a line of shell."""
+    """Do the same for a shell command line."""
     return f"ssh {login} {shlex.quote(line)}"
 
 
@@ -233,7 +234,7 @@ def as_user(seen: Seen, *command: str) -> str:
 
 
 def on_each(seen: Seen, names: list[str], line: str) -> str:
-    """A line of shell that runs on several nodes, one after the other."""
+    """A shell command line that runs on several nodes, one after the other."""
     return "; ".join(through_ssh(seen.target.login(name), line) for name in names)
 
 
@@ -248,5 +249,6 @@ def ssh_service(seen: Seen, name: str) -> str:
 
 
 def set_up_line(check: Check, target: Target) -> str:
-    """The set-up command that repairs what the check finds, with {limit} for the nodes; empty if none does."""
+    """The provisioning command that repairs what the check finds, with {limit} for the nodes; empty if there is
+    none."""
     return f"{target.set_up} --tags {check.tag} --limit {{limit}}" if check.tag and target.set_up else ""

@@ -1,4 +1,4 @@
-"""Look at a cluster: one login per node, then questions over it; pairs of nodes in rounds; then the jobs.
+"""Examine a cluster: one login per node, then questions over it; pairs of nodes in rounds; then the jobs.
 
 Every wait has a deadline here and another one on the node. A node without answers costs its deadline only once.
 """
@@ -29,7 +29,7 @@ ClusterStep = Callable[["Cluster"], Any]
 
 
 class Cluster:
-    """The agents of a target, and what they have seen. A context manager: hangs up at the end.
+    """The agents of a target, and their observations. A context manager: hangs up at the end.
 
     Attributes:
         target: the cluster to look at.
@@ -65,7 +65,7 @@ class Cluster:
             agent = self._start(host)
         except LoginError as error:
             return {"failed": error.kind, "found": error.reason, "host_keys": error.host_keys}
-        except Exception as error:  # one odd node must not end the check of the others
+        except Exception as error:  # an unusual node must not end the check of the others
             return {"failed": "login", "found": f"{type(error).__name__}: {error}"}
         self.agents[host.name] = agent
         keys = {"known": agent.host_key}
@@ -88,7 +88,7 @@ class Cluster:
         return self._patiently(name, answer, begun, seconds, lambda: wait_for(answer, seconds))
 
     def _patiently(self, name: str, answer: Future[Any], begun: float, seconds: float, wait: Callable[[], Any]) -> Any:
-        """Return the result of `wait`. A busy node that is not silent gets as much more time as its commands have."""
+        """Return the result of `wait`. A busy node that is not silent gets extra time, as its commands do."""
         try:
             return wait()
         except UnansweredError:
@@ -98,7 +98,8 @@ class Cluster:
             return wait_for(answer, begun + MOST_PATIENCE * seconds - time.monotonic())
 
     def _give_up_if_silent(self, name: str) -> None:
-        """Give up a node that was frozen or cut off after its login: it costs its deadline once, not per question."""
+        """Give up on a node that was frozen or cut off after its login: it costs its deadline once, not per
+        question."""
         try:
             self.agents[name].ask("clock", {}, user="login", seconds=_SILENCE_SECONDS)
         except UnansweredError:
@@ -106,8 +107,8 @@ class Cluster:
 
     def look_at_nodes(self, asks: Sequence[Ask], progress: Callable[[str], None]) -> None:
         """Put all questions to all nodes at once, and keep the answers."""
-        # A slow node does one thing after the other: each answer has the time of the slowest question, and more, from
-        # the last one on.
+        # A slow node answers one question after the other: each answer may take the time of the slowest question, and
+        # more, after the last one.
         begun = time.monotonic()
         patience_seconds = max((ask.seconds for ask in asks), default=0.0) + _SLACK_SECONDS
         waiting = []
@@ -130,7 +131,7 @@ class Cluster:
             self.seen.nodes[name][ask.section] = content
 
     def look_at_pairs(self, steps: Mapping[str, PairStep], progress: Callable[[str], None]) -> None:
-        """Take the steps for every pair in both directions, in rounds in which each node is in at most one pair."""
+        """Run the steps for every pair in both directions, in rounds in which each node is in at most one pair."""
         all_rounds = list(rounds([name for name in self.target.names if name in self.agents]))
         for number, pairs in enumerate(all_rounds):
             progress(f"looking at pairs of nodes: round {number + 1} of {len(all_rounds)}")
@@ -145,7 +146,7 @@ class Cluster:
             sections[section] = tried(partial(step, self, a, b))
 
     def look_at_all(self, section: str, step: ClusterStep) -> None:
-        """Take a step that concerns the whole cluster."""
+        """Run a step for the whole cluster."""
         self.seen.cluster[section] = tried(partial(step, self))
 
 
@@ -170,7 +171,7 @@ def tried(step: Callable[[], Any]) -> Any:
 
 
 def on_each(names: Sequence[str], step: Callable[[str], Any], at_once: int = 0) -> dict[str, Any]:
-    """Take a step for each name, `at_once` of them (0: all). Return by name what `tried` returns."""
+    """Run a step for each name, `at_once` at a time (0: all). Return by name the results of `tried`."""
     with ThreadPoolExecutor(at_once or len(names) or 1) as pool:
         return dict(zip(names, pool.map(lambda name: tried(partial(step, name)), names), strict=True))
 
@@ -178,7 +179,7 @@ def on_each(names: Sequence[str], step: Callable[[str], Any], at_once: int = 0) 
 def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
     """All pairs of names, in rounds in which each name comes once at most: the circle method.
 
-    The first name stays, the others move on by one place per round; a node that faces an empty place rests.
+    The first name stays, the others move by one place per round; a node opposite an empty place pauses.
     """
     circle: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
     for _ in range(len(circle) - 1):
@@ -189,6 +190,6 @@ def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
 
 
 def quietly(step: Callable[[], Any]) -> None:
-    """Tidy up. A node that no longer answers has nothing to tidy."""
+    """Run a clean-up step. A node that no longer answers has nothing to clean up."""
     with suppress(UnansweredError):
         step()

@@ -1,4 +1,5 @@
-"""The way to a node: one login by Fabric, with the keys that ssh would offer. It checks host keys and never asks."""
+"""The connection to a node: one login by Fabric, with the keys that ssh would offer. It checks host keys and never
+asks."""
 
 from __future__ import annotations
 
@@ -125,7 +126,7 @@ def _connect(host: Host) -> Connection:
     for setting in ("globalknownhostsfile", "userknownhostsfile"):
         for path in _existing(settings.get(setting, [])):
             client.load_system_host_keys(str(path))
-    client.set_missing_host_key_policy(RejectPolicy())  # Fabric itself would take any
+    client.set_missing_host_key_policy(RejectPolicy())  # Fabric itself would accept any
     try:
         connection.open()
     except BaseException as error:
@@ -153,7 +154,7 @@ def _existing(paths: Sequence[str]) -> list[Path]:
 
 
 def _why(error: BaseException) -> BaseException:
-    """Return the failure as a LoginError; other errors stay as they are."""
+    """Return the failure as a LoginError; other errors are returned unchanged."""
     if isinstance(error, BadHostKeyException):
         got, known = (key.fingerprint for key in (error.key, error.expected_key))
         reason = f"its host key is {got} ({error.key.get_name()}); known is {known}"

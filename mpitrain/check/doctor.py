@@ -1,4 +1,4 @@
-"""`mpitrain doctor`: this machine by itself, looked at by the same agent as a node but without ssh; and its facts."""
+"""`mpitrain doctor`: this machine alone, examined by the same agent as a node but without ssh; and its facts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Facts = list[tuple[str, str]]
 
 
 def target_here() -> Target:
-    """This machine, this user and this Python; no share, no set-up, no inventory."""
+    """The target with this machine, this user and this Python; no shared folder, no provisioning, no inventory."""
     host = Host(socket.gethostname(), _own_address())
     return Target(
         hosts=(host,),
@@ -111,7 +111,7 @@ class _OverPipes:
 
 
 def facts(seen: Seen, name: str) -> Facts:
-    """The facts of node `name`, without what was not seen."""
+    """The facts of node `name`, without those that were not observed."""
     sections = {section: answer for section, answer in seen.nodes.get(name, {}).items() if not _failed(answer)}
     two = seen.cluster.get("two ranks", {}).get(name)
     ways = seen.cluster.get("gpu ways", {}).get(name)

@@ -66,7 +66,7 @@ def arguments_of(program: str) -> list[str]:
 
 
 def _command(cluster: Cluster, begin: str, arguments: Sequence[str], placement: Placement) -> LaunchCommand | str:
-    """Return the mpiexec command of node `begin`, or the reason why there is none."""
+    """Return the mpiexec command for a job that starts on node `begin`, or the reason why there is none."""
     sections = cluster.seen.nodes.get(begin, {})
     programs, shell = sections.get("programs", {}), sections.get("shell", {})
     if "mpiexec" not in programs or "environment" not in shell:
@@ -92,6 +92,7 @@ def _run(cluster: Cluster, begin: str, command: LaunchCommand, seconds: int) -> 
         "seconds": seconds,
     }
     ended = cluster.ask(begin, "job_run", wish, seconds=MOST_PATIENCE * seconds + 8.0)
+    assert command.tag is not None
     decoder = TagDecoder(command.tag)
     written: dict[int, bytes] = {}
     for rank, piece in [*decoder.feed(ended["out"].encode()), *decoder.close()]:
@@ -124,7 +125,7 @@ def word(job: Mapping[str, Any], rank: int, key: str) -> Any:
 
 
 def end(job: Mapping[str, Any]) -> str:
-    """Words about how mpiexec ended."""
+    """Describe how mpiexec ended."""
     if job["code"] in (124, 137):
         return f"no end within {job['seconds']:.0f} s"
     return f"mpiexec ended with code {job['code']}" + (f": {job['error_text']}" if job["error_text"] else "")

@@ -1,4 +1,4 @@
-"""The programs of a check's ranks. They go to the job's Python as text, so they import nothing of ours.
+"""The programs of a check's ranks. They are sent to the job's Python as text, so they import nothing of mpitrain.
 
 `python -c TEXT PROGRAM [TOKEN]`: TOKEN only marks the processes.
 """
@@ -17,11 +17,12 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-# Of hello: below, about and above where libraries change how they send. Of allreduce: large ones, for its speed.
+# For hello: below, near and above the size at which libraries change their protocol. For allreduce: large ones, for its
+# speed.
 _SIZES_BYTES = (1, 64 << 10, 4 << 20)
 _SIZES_MIB = (1, 16, 64)
 _REPETITIONS = 4
-_MOST_SECONDS = 150  # whatever happens, also on a busy machine
+_MOST_SECONDS = 150  # the limit in any case, also on a busy machine
 
 
 def say(**words: Any) -> None:
@@ -30,7 +31,7 @@ def say(**words: Any) -> None:
 
 
 def step_name(collective: str, size_bytes: int) -> str:
-    """A step, in words."""
+    """The name of a step."""
     return f"{collective} of {size_bytes} bytes"
 
 
@@ -42,7 +43,7 @@ def numbers(size_bytes: int, factor: int, offset: int) -> array[int]:
 
 
 def hello() -> None:
-    """Say that the rank is there, who it found, and whether what it added up with the others is exact."""
+    """Report that the rank is running, which ranks it found, and whether its sums with the others are exact."""
     signal.alarm(_MOST_SECONDS)
     started = time.monotonic()
     say(host=socket.gethostname().split(".")[0])
@@ -80,9 +81,9 @@ def death() -> None:
 
 
 def allreduce() -> None:
-    """Say how long an Allreduce over all ranks takes, for some sizes: the best of a few, as the slowest rank sees it.
+    """Report how long an Allreduce over all ranks takes, for some sizes: the best of a few, on the slowest rank.
 
-    Rank 0 says it.
+    Rank 0 reports it.
     """
     from mpi4py import MPI
 

@@ -1,4 +1,4 @@
-"""Results for people, as JSON of a fixed form for programs; and the description of a check."""
+"""Results as text for users and as JSON of a fixed form for programs; and the description of a check."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SCOPES = {
 
 @dataclass(frozen=True)
 class ResultGroup:
-    """Results that differ in their place only. `places` is folded: "node[2-4]", "node1 -> node3", "" for all."""
+    """Results that differ only in their place. `places` is folded: "node[2-4]", "node1 -> node3", "" for all."""
 
     check: Check
     verdict: Verdict
@@ -46,7 +46,7 @@ class ResultGroup:
 
 
 def group(results: Sequence[Result], target: Target) -> list[ResultGroup]:
-    """The results except those that passed or are blocked; causes and graver ones first."""
+    """The results except those that passed or are blocked; causes and more severe ones first."""
     places: dict[tuple[object, ...], list[Result]] = {}
     for result in results:
         if result.verdict in ("pass", "blocked"):
@@ -78,7 +78,7 @@ def _group(members: Sequence[Result], results: Sequence[Result], target: Target)
 
 
 def fold_places(places: Iterable[tuple[str, ...]], names: Sequence[str]) -> str:
-    """Places as people read them."""
+    """Format places for users."""
     all_places = list(places)
     pairs = [(place[0], place[1]) for place in all_places if len(place) == 2]
     nodes = [place[0] for place in all_places if len(place) == 1]
@@ -86,7 +86,7 @@ def fold_places(places: Iterable[tuple[str, ...]], names: Sequence[str]) -> str:
 
 
 def counts(results: Sequence[Result]) -> dict[Verdict, int]:
-    """How many checks have which verdict as their gravest one."""
+    """The number of checks by their most severe verdict."""
     worst: dict[str, Verdict] = {}
     for result in results:
         before = worst.get(result.check.id, "pass")
@@ -183,7 +183,7 @@ def wrapped(label: str, words: str, width: int) -> list[str]:
 
 
 def fold(names: Iterable[str]) -> str:
-    """Names with their numbers drawn together, in order of number: node1, node2, node3, gpu -> "gpu,node[1-3]"."""
+    """Names with their numbers folded, in order of number: node1, node2, node3, gpu -> "gpu,node[1-3]"."""
     numbered: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys(names):
         match = re.fullmatch(r"(.*?)(\d+)(\D*)", name)
@@ -198,7 +198,7 @@ def fold(names: Iterable[str]) -> str:
 
 
 def fold_pairs(pairs: Sequence[tuple[str, str]], names: Sequence[str]) -> str:
-    """Directed pairs, folded if a node has the same trouble with all others: "node3 -> all"."""
+    """Directed pairs, folded if a node has the same problem with all others: "node3 -> all"."""
     left = dict.fromkeys(pairs)
     parts = []
     for name in names:
@@ -223,7 +223,7 @@ def _ranges(numbers: Sequence[str]) -> list[str]:
     ranges: list[list[str]] = []
     for number in numbers:
         last = ranges[-1][-1] if ranges else ""
-        # 09 and 10 continue from each other, 9 and 10 too; 9 and 010 are names of two kinds.
+        # 09 and 10 are consecutive, and so are 9 and 10; 9 and 010 are names of two kinds.
         goes_on = last and number and int(number) == int(last) + 1
         if goes_on and (len(number) == len(last) or (not number.startswith("0") and not last.startswith("0"))):
             ranges[-1].append(number)
@@ -282,7 +282,7 @@ def machines(seen: Seen) -> dict[str, dict[str, Any]]:
 
 
 def ways(seen: Seen, *, measured: float) -> dict[str, Any] | None:
-    """Return latency and bandwidth from each node to each; None: they were not measured.
+    """Return latency and bandwidth from each node to each other; None: they were not measured.
 
     Rows are the senders, in the order of "nodes"; what could not be measured is None. `measured` is when, in seconds
     since the epoch.
@@ -341,7 +341,7 @@ def table(checks: Iterable[Check]) -> str:
 
 
 def described(check: Check) -> dict[str, str]:
-    """Return what is known of a check, by name."""
+    """Return the fields of a check, by name."""
     return {"id": check.id, "title": check.title, **dict(_facts(check))}
 
 

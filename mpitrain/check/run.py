@@ -1,4 +1,5 @@
-"""One check of a cluster from start to end: which checks run, what they need to see, and their verdicts."""
+"""One check of a cluster from start to end: the selected checks, the observations that they need, and their
+verdicts."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def _with_needs(names: Iterable[str]) -> set[str]:
 
 
 def look(checks: Sequence[Check], cluster: Cluster, progress: Callable[[str], None]) -> None:
-    """Fill `cluster.seen` with what `checks` use. Skip the steps whose checks are all blocked already.
+    """Fill `cluster.seen` with the observations that `checks` use. Skip steps whose checks are all blocked already.
 
     A KeyboardInterrupt passes through; what was seen before stays.
     """
@@ -117,7 +118,7 @@ def check_cluster(
     *,
     baseline: Mapping[str, Any] | None = None,
 ) -> tuple[list[Result], Seen, bool]:
-    """Look through the agents that `log_in` gives, and judge.
+    """Examine the cluster through the agents that `log_in` returns, and judge.
 
     Return the results, what was seen, and whether the check was interrupted.
     """
@@ -171,7 +172,7 @@ def cause(check: Check, place: tuple[str, ...], results: Sequence[Result], targe
 def _judge_one(check: Check, seen: Seen, results: Sequence[Result]) -> Iterator[Result]:
     names = list(seen.target.names)
     if check.scope in ("head", "way") and seen.target.head not in names:
-        yield Result(check, "skip", (), f"the head, {seen.target.head}, is not looked at")
+        yield Result(check, "skip", (), f"the head, {seen.target.head}, is not examined")
         return
     for place in places(check, seen.target):
         blocked_by = cause(check, place, results, seen.target)
@@ -225,7 +226,7 @@ def _asked(check: Check, seen: Seen, subject: Any, place: tuple[str, ...]) -> It
 
 
 def printable(text: str) -> str:
-    """The text without characters that a node may have put in to control a terminal."""
+    """The text without control characters, with which a node might control a terminal."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
 
 

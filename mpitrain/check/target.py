@@ -1,4 +1,4 @@
-"""Which nodes to check, and what they should be: from the inventory, the variables of its group_vars, and ssh."""
+"""The nodes to check and their intended state: from the inventory, the variables of its group_vars, and ssh."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def ssh_settings(host: Host) -> dict[str, list[str]]:
     """How ssh itself would log in, by its own configuration and the inventory: name -> values.
 
     Raises:
-        LoginError: ssh is not here, or does not say.
+        LoginError: ssh is missing, or does not report its settings.
     """
     command = ["ssh", "-G", *login_words(host)]
     try:
@@ -110,10 +110,10 @@ def ssh_settings(host: Host) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class Target:
-    """What to check, and how the set-up was configured for it.
+    """The cluster to check, and how its provisioning was configured.
 
     Attributes:
-        hosts: the nodes to look at, the head first if it is one of them.
+        hosts: the nodes to examine, the head first if it is one of them.
         user: the shared user, as whom jobs run.
         share: the shared folder; None if there is none, as far as known.
         venv: the virtual environment of jobs.
@@ -197,7 +197,7 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
 
     Raises:
         ConfigError: there is no inventory; the inventory or a file beside it has invalid content; a file that was found
-            rather than named may be written by somebody else, or has arguments of ssh.
+            rather than named is writable by other users, or has arguments of ssh.
     """
     named = environ.get("ANSIBLE_INVENTORY", "")
     if hosts is None and inventory is None and not named and (allocation := find_allocation(environ)):
@@ -223,7 +223,8 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
     if hosts is not None:
         nodes = _named(hosts, nodes)
         nodes = tuple(sorted(nodes, key=lambda host: host != head))  # the others stay as they are
-    # Nodes named by hand, without an inventory: somebody else's cluster, so this user and this Python matter.
+    # Nodes named by hand, without an inventory: the cluster was not made by mpitrain, so this user and this Python are
+    # used.
     settings = _settings(path, is_named=is_named) if path else {**DEFAULTS, **_here()}
     share = settings["mpitrain_share"]
     if settings["mpitrain_wireguard"]:
@@ -247,7 +248,7 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
 
 
 def _through_tunnel(host: Host, network: str) -> Host:
-    """The node as the others reach it; the login from here follows the inventory."""
+    """The node with the address by which the others reach it; the login from here follows the inventory."""
     return replace(
         host,
         address=tunnel_address(host.address, network),
@@ -273,7 +274,7 @@ def _named(hosts: str, known: tuple[Host, ...]) -> tuple[Host, ...]:
     named_hosts: list[Host] = []
     for name in (part.strip() for part in hosts.split(",")):
         if not name or name in {host.name for host in named_hosts}:
-            raise ConfigError(f"--hosts {hosts!r}: {'an empty name' if not name else f'{name} comes twice'}")
+            raise ConfigError(f"--hosts {hosts!r}: {'an empty name' if not name else f'{name} is named twice'}")
         if name in by_name:
             named_hosts.append(by_name[name])
             continue
@@ -295,7 +296,7 @@ def _by_hand(name: str) -> Host:
         raise ConfigError(f"--hosts: {name} is in no inventory and cannot be resolved: {error}") from None
     try:
         _address(name)
-    except OSError:  # only ssh knows the name, here; the nodes know the address behind it
+    except OSError:  # only ssh knows the name, here; the nodes know its address
         return Host(real, address, {"ansible_host": name})
     return Host(name, address, {"ansible_host": name})
 

@@ -37,13 +37,13 @@ class Command(Protocol):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Say in two lines what is wrong, however long the argument is, and where the options are."""
+        """Print in two lines what is wrong, however long the argument is, and which command lists the options."""
         sys.stderr.write(f"{self.prog}: error: {shown_text(message, _MOST_LETTERS)}\n")
         sys.stderr.write(f"{self.prog} --help lists the {'options' if ' ' in self.prog else 'commands'}\n")
         sys.exit(2)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print as `print` does. That of argparse says nothing if the disk is full."""
+        """Print as `print` does. argparse's own method ignores a full disk."""
         (file or sys.stderr).write(message)
 
 
@@ -54,7 +54,7 @@ class _HelpFormat(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=27)
 
 
-# The commands by what they are for: their names and modules.
+# The commands by purpose: their names and modules.
 _GROUPS = {
     "begin, and run a training": {
         "new": "mpitrain.cli.new",
@@ -94,7 +94,7 @@ _EXAMPLES = """\
   mpitrain run --hosts node1,node2 --ppn 1 train.py    # a rank on each host
   mpitrain check-cluster --hosts node1,node2           # what is wrong there
 """
-# Commands that have another name now, and what a user types.
+# Commands that have been renamed, and what a user types now.
 _RENAMED = {
     "join": "mpitrain scale JOB +HOST",
     "leave": "mpitrain scale JOB -HOST",
@@ -108,18 +108,18 @@ _RENAMED = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `mpitrain` with `argv` (default: this process's arguments). Return the exit code.
 
-    2 is wrong use (an unknown option, a missing script); 1 is any other error of mpitrain.
+    2: wrong usage (an unknown option, a missing script); 1: any other error of mpitrain.
     """
     try:
         try:
             return _run(argv)
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # here its errors have an exit code
+                sys.stdout.flush()  # flushed here, where an error leads to an exit code
     except KeyboardInterrupt:  # also while the modules of the commands are imported
         print("mpitrain: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of the output has gone (`| head`)
+    except BrokenPipeError:  # the reader of the output is gone (`| head`)
         _drop_stdout()
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_stdout() -> None:
-    """Let Python flush at exit what could not be written: it would report that again."""
+    """Discard output that could not be written: Python would report the error again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -182,7 +182,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _overview() -> str:
-    """All commands, by what they are for, and three examples."""
+    """All commands, by purpose, and three examples."""
     lines = ["Data-parallel training over MPI on a few ordinary Linux machines.", ""]
     lines += ["usage: mpitrain COMMAND ...     `mpitrain COMMAND --help` explains one"]
     for title, group in _GROUPS.items():
@@ -198,7 +198,7 @@ def _listed(name: str, module: str) -> str:
 
 
 def _below_options(text: str, page_name: str) -> str:
-    """The text of a command, its sentences in lines of a terminal, and the page that says more."""
+    """The text of a command, wrapped for a terminal, and the page with more information."""
     parts = [part if part.startswith(" ") else textwrap.fill(part, 80) for part in text.strip().split("\n\n")]
     return "\n\n".join([*filter(None, parts), f"More: {page(page_name)}"])
 
@@ -220,7 +220,7 @@ def _needed(words: Sequence[str], typed: str | None) -> Iterable[str]:
 
 
 def _refuse(parser: argparse.ArgumentParser, argument: str, advice: str) -> None:
-    """`advice` is what an action has set as its parser's default `if_unknown`."""
+    """Refuse unknown arguments. `advice` is the parser's default `if_unknown`, if an action has set one."""
     # argparse has no public list of a parser's options.
     known = [name for name, action in parser._option_string_actions.items() if action.help != argparse.SUPPRESS]
     hint = _near(argument.partition("=")[0], known) or (f"; {advice}" if advice else "")

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "mpitrain bench [OPTION]..."
     parser.epilog = _EPILOG
     add_launch_arguments(parser)
-    # Without this line, argparse takes -m for the beginning of another launcher's -machinefile.
+    # Without this line, argparse would take -m for an abbreviation of another launcher's -machinefile.
     parser.add_argument("-m", dest="module", help=argparse.SUPPRESS)
     add_bench_arguments(parser)
 

@@ -1,4 +1,5 @@
-"""How commands name a job, send a request to its launcher, and print the answer (`mpitrain scale`, `tell`)."""
+"""Functions of commands that name a job, send a request to its launcher, and print the answer (`mpitrain scale`,
+`tell`)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _ID = re.compile(r"[0-9a-f]{8}")
 
 
 def job_id(text: str) -> str:
-    """Return the id that `text` is; an option's or argument's `type`."""
+    """Convert a text to the id of a job; the `type` of an option or argument."""
     if not _ID.fullmatch(text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not the id of a job; an id has 8 characters, as 1a2b3c4d, and `mpitrain ps` shows it"
@@ -28,7 +29,7 @@ def add_job_argument(parser: argparse.ArgumentParser, meaning: str, nargs: str |
 
 
 def complete_by(action: argparse.Action, completer: object) -> None:
-    """Let a shell complete an option's value by what `completer` returns, a function of argcomplete's form."""
+    """Let a shell complete an option's value with the results of `completer`, a function of argcomplete's form."""
     action.completer = completer  # type: ignore[attr-defined]  # argcomplete reads it there
 
 
@@ -40,7 +41,7 @@ def ids_here(**_: object) -> dict[str, str]:
 
 
 def kept_here(**_: object) -> dict[str, str]:
-    """Return the ids of the jobs that are kept on this machine and have lost their launcher."""
+    """Return the ids of the jobs that have lost their launcher and whose state is kept on this machine."""
     from mpitrain.launch.jobs import kept_jobs
     from mpitrain.launch.roster import kept
 
@@ -49,7 +50,7 @@ def kept_here(**_: object) -> dict[str, str]:
 
 
 def change(arguments: argparse.Namespace, wish: Mapping[str, Any]) -> int:
-    """Tell the job the wish (launch/control.py), and print its answer; returns 0 if the job accepts."""
+    """Send the request (launch/control.py) to the job, and print its answer. Return 0 if the job accepts."""
     from mpitrain.launch.hosts import place_ranks
     from mpitrain.launch.jobs import tell_launcher
 
@@ -61,7 +62,7 @@ def change(arguments: argparse.Namespace, wish: Mapping[str, Any]) -> int:
 def show_answer(
     command: str, job: str, machines: Sequence[str], answer: Mapping[str, Any], wrong: Mapping[str, str]
 ) -> int:
-    """Print what the launcher of a job has answered; returns 0 if it has accepted."""
+    """Print the answer of a job's launcher. Return 0 if it has accepted."""
     if "accepted" in answer:
         print(wrapped(f"job {job}: {answer['accepted']}", sys.stdout))
         return 0

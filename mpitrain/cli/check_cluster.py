@@ -61,9 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print one JSON object")
     form.add_argument("--nagios", action="store_true", help="print one line and exit as a Nagios plugin does")
     add("--explain", metavar="ID", help="explain a check, and what repairs it; or `all`")
-    add("--fix", action="store_true", help="run the set-up that repairs it, and check again")
+    add("--fix", action="store_true", help="run the provisioning that repairs it, and check again")
     add("--yes", action="store_true", help="with --fix: do not ask")
-    add("--save-baseline", type=Path, metavar="FILE", help="record the present state of the nodes")
+    add("--save-baseline", type=Path, metavar="FILE", help="record the current state of the nodes")
     add("--baseline", type=Path, metavar="FILE", help="compare with what --save-baseline recorded")
     add("--write-env", type=Path, metavar="FILE", help="write the variables for the right interfaces")
     add("-v", "--verbose", action="store_true", help="also show the checks that were skipped")
@@ -195,7 +195,7 @@ def _write(arguments: argparse.Namespace, seen: Seen) -> None:
 
 
 def _mend(arguments: argparse.Namespace, results: Sequence[Result], target: Target) -> bool:
-    """Ask, then run the parts of the set-up that repair what failed. Return whether anything was run."""
+    """Ask, then run the parts of the provisioning that repair what failed. Return whether anything was run."""
     from mpitrain.check.report import group
     from mpitrain.provision.playbook import run_playbook
     from mpitrain.provision.project import find_project
@@ -203,7 +203,7 @@ def _mend(arguments: argparse.Namespace, results: Sequence[Result], target: Targ
     wanted = ("fail", "warn") if arguments.strict else ("fail",)
     groups = [one for one in group(results, target) if one.verdict in wanted and one.is_mended_by_set_up]
     if not groups:
-        print("the set-up repairs nothing of what failed", file=sys.stderr)
+        print("provisioning cannot repair any of the failures", file=sys.stderr)
         return False
     for line in dict.fromkeys(one.remedy for one in groups):
         print(f"$ {line}", file=sys.stderr)
@@ -230,7 +230,7 @@ def _ids(text: str) -> list[str]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Show the present activity in a line on stderr, if stderr is a terminal."""
+    """Show the current activity in a line on stderr, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _text: None
         return

@@ -36,11 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("folders", nargs="*", type=Path, metavar="FOLDER", help="where records are (runs)")
     add("-i", "--inventory", type=Path, metavar="FILE", help="hosts to show (cluster/hosts, else /etc/mpitrain/hosts)")
     add("--host", default="127.0.0.1", metavar="NAME", help="address to listen on; other than loopback needs TLS")
-    add("--port", type=int, default=8600, help="port to listen on (8600); 0 takes a free one")
+    add("--port", type=int, default=8600, help="port to listen on (8600); 0: any free port")
     add("--tls-certificate", type=Path, metavar="FILE", help="certificate for TLS, with its chain")
     add("--tls-key", type=Path, metavar="FILE", help="key of the certificate")
-    add("--reindex", action="store_true", help="make the index anew from the records")
-    add("--new-links", action="store_true", help="make new links; those that were printed before hold no more")
+    add("--reindex", action="store_true", help="rebuild the index from the records")
+    add("--new-links", action="store_true", help="make new links; earlier ones become invalid")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.inventory is not None:
         from mpitrain.launch.hostfile import read_inventory
 
-        if _answer(lambda: read_inventory(arguments.inventory)) is None:  # a wrong one is refused before all else
+        if _answer(lambda: read_inventory(arguments.inventory)) is None:  # a wrong one is refused first
             raise ConfigError(
-                f"the inventory {arguments.inventory} has not answered for {_ANSWER_SECONDS:g} s: is it a pipe, or is "
-                "its network share lost? Give -i a file that can be read"
+                f"the inventory {arguments.inventory} has not answered for {_ANSWER_SECONDS:g} s: is it a "
+                "pipe, or is its network file system lost? Give -i a file that can be read"
             )
     if not 0 <= arguments.port <= 65535:
         raise ConfigError(f"--port {arguments.port}; allowed are 0 to 65535")
@@ -86,12 +86,13 @@ def _is_folder(folder: Path) -> bool:
         return False
     except OSError as error:
         raise ConfigError(
-            f"the folder {folder} cannot be looked at: {error.strerror}; name folders that you can read"
+            f"the folder {folder} cannot be read: {error.strerror}; name folders that you can read"
         ) from None
 
 
 def _answer(call: Callable[[], Any]) -> Any:
-    """Return what `call` returns, or raise what it raises; None: it has not answered, as where a share is lost."""
+    """Return what `call` returns, or raise what it raises; None: it has not answered, for example because a network
+    file system is lost."""
     answers: list[Any] = []
     errors: list[Exception] = []
 

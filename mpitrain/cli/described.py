@@ -1,4 +1,4 @@
-"""`mpitrain plan` without a script: a training that is described, on machines that are described."""
+"""`mpitrain plan` without a script: a training and its machines, both described by options."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from mpitrain.forecast.machines import Machines
     from mpitrain.forecast.report import SimulationReport
 
-# The settings of each question, and what holds where an option is not given. An option that is given has a value in the
-# namespace. `--servers` and `--mtbf` ask the second and the third question.
+# The settings of each question, with the values of options that are not given. An option that is given has a value in
+# the namespace. `--servers` and `--mtbf` ask the second and the third question.
 _TRAINING: dict[str, Any] = {
     "machines": None, "profile": None, "link": None, "latency": None, "ppn": None,
     "parameters": 25_000_000, "compute": 0.3, "samples": 32, "spread": 0.0, "seeds": 5,
@@ -32,7 +32,7 @@ _SAVES: dict[str, Any] = {
     "nodes": 16, "mtbf": None, "save": 30.0, "restart": 120.0, "work": 360000.0, "every": None, "seeds": 200,
 }  # fmt: skip
 _ALL = _STEPS | _SERVERS | _SAVES
-# A plan of a script has these too; and what it alone has, with the defaults.
+# Options that a plan of a script has too; and options that only it has, with the defaults.
 _OF_SCRIPTS_TOO = ("machines", "profile", "link", "ppn", "ranks", "steps")
 _OF_SCRIPTS = {
     "num_ranks": None, "hosts": None, "inventory": None, "env_file": None, "mpiexec": None, "start_timeout": 60.0,
@@ -159,7 +159,7 @@ def _saves(settings: argparse.Namespace) -> tuple[SimulationReport, str]:
 
 
 def _machines(settings: argparse.Namespace, num_ranks: int) -> Machines:
-    """The machines that the settings describe; without a file, as many as so many ranks need."""
+    """The machines that the settings describe; without a file, as many as the ranks need."""
     from mpitrain.forecast.machines import equal_machines, from_profile, read_machines
     from mpitrain.profile import DEFAULT
 
@@ -216,7 +216,7 @@ def _count(text: str) -> int:
 
 
 def counts(text: str) -> list[int]:
-    """The type of an option with whole numbers; in order, each once."""
+    """The type of an option with whole numbers: sorted, without duplicates."""
     return sorted({_count(part) for part in text.split(",")})
 
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """End the job. Return 0 if no process of it is left on any host, and nothing is kept of it."""
+    """End the job. Return 0 if no process of it remains on any host, and no state of it is kept."""
     from mpitrain.launch.hosts import place_ranks
     from mpitrain.launch.jobs import end_job, find_all
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         lines = []
         if held.is_lost:
             if there := [host for host in held.keepers if host not in wrong]:
-                print(f"job {arguments.job}: what was kept of it was dropped on {', '.join(there)}")
+                print(f"job {arguments.job}: its kept state was dropped on {', '.join(there)}")
         elif held.is_launched:  # it has no ranks now: it is about to start them
             print(f"job {arguments.job}: its launcher on {held.estate['own']} was told to end")
         else:

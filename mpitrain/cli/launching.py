@@ -1,4 +1,4 @@
-"""The options of `mpitrain run`, `bench` and `verify` that say where and how ranks are started."""
+"""The options of `mpitrain run`, `bench` and `verify` that determine where and how ranks are started."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ _ELSEWHERE = {
 }
 _NNODES = ("--num-nodes", "--num_nodes", "--nnodes")
 
-# Options that set the number of ranks; and those that hardly a script has.
+# Options that set the number of ranks; and those that scripts hardly ever have.
 _RANKS = ("-n", "-np", "--ppn", "--hosts", "-H", "--hostfile")
 _OURS_ALONE = ("--max-restarts", "--nnodes", "--recover", "--detach", "--notify")
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser, *, takes_nnodes: bool = False) -> None:
-    """Declare the options that say where and how ranks are started; with `takes_nnodes` also on how many hosts."""
+    """Declare the options that determine where and how ranks are started; with `takes_nnodes` also on how many
+    hosts."""
     # There is no default: the number of ranks changes the global batch, so the command of a result should state it.
     parser.add_argument("-n", "-np", type=positive, dest="num_ranks", metavar="N", help="number of ranks")
     where = parser.add_mutually_exclusive_group()
@@ -79,7 +80,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, takes_nnodes: bool 
 
 
 def add_inventory_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare the option that says which nodes there are."""
+    """Declare the option that names the inventory."""
     parser.add_argument(
         "-i",
         "--inventory",
@@ -115,7 +116,7 @@ def request_of_script(arguments: argparse.Namespace) -> Request:
 
 
 def _look_behind(arguments: argparse.Namespace, words: Sequence[str]) -> None:
-    """Refuse options of ours that stand behind the script and are missing before it; of others, say whose they are."""
+    """Refuse options of mpitrain that come after the script and are missing before it; print a warning about others."""
     behind = dict.fromkeys(word.partition("=")[0] for word in words)
     where = f"behind {words[1] if words[0] == '-m' else words[0]} and belongs to the script"
     before = f"as in `mpitrain {arguments.command} -n 4 train.py`"
@@ -127,7 +128,7 @@ def _look_behind(arguments: argparse.Namespace, words: Sequence[str]) -> None:
 
 
 def script_of(arguments: argparse.Namespace) -> tuple[list[str], str]:
-    """Return the arguments of Python, which are a script or -m and a module, with their own; and the file to run.
+    """Return Python's arguments (a script, or -m and a module, with its arguments) and the file to run.
 
     Raises:
         ConfigError: no script is named, or there is no such file.
@@ -170,7 +171,7 @@ _NUMBER = re.compile(r"--?(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus|n
 
 
 def _refuse_launcher(words: Sequence[str], command: str) -> None:
-    """Refuse another launcher in place of the script: each rank would start ranks of its own."""
+    """Refuse another launcher in place of the script: each rank would start its own ranks."""
     named = " ".join(words[: 2 if words[0] == "-m" else 1])
     if (Path(named).name if words[0] != "-m" else named) not in _LAUNCHERS:
         return
@@ -206,9 +207,9 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", nargs=argparse.REMAINDER, dest="module", metavar="MODULE", help="run a module, as python -m does"
     )
-    # Use one list: argparse would remove a "--" from a second one, and that "--" may belong to the script.
+    # Use one list: argparse would remove a "--" from a second one, but that "--" may belong to the script.
     parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="Python script, and behind it its arguments"
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="Python script, followed by its arguments"
     )
 
 
@@ -224,7 +225,7 @@ def _range(text: str) -> tuple[int, int]:
     least, colon, most = text.partition(":")
     numbers = positive(least), positive(most if colon else least)
     if numbers[0] > numbers[1]:
-        raise argparse.ArgumentTypeError(f"{text!r}: MIN is {numbers[0]} and above MAX, {numbers[1]}")
+        raise argparse.ArgumentTypeError(f"{text!r}: MIN is {numbers[0]}, which is above MAX, {numbers[1]}")
     return numbers
 
 

@@ -1,4 +1,4 @@
-"""`mpitrain logs [JOB]`: what a job has printed, while it runs and after its end."""
+"""`mpitrain logs [JOB]`: the output of a job, while it runs and after its end."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _none(job: str | None, folder: Path) -> str:
 
 
 def _follow(printed: _Printed, path: Path, about: Mapping[str, Any]) -> str:
-    """Print what comes until the job ends. Return how it has ended."""
+    """Print new output until the job ends. Return how it has ended."""
     from mpitrain.launch.job_logs import is_here, read_about
     from mpitrain.launch.processes import launcher_pid
 
@@ -103,14 +103,15 @@ def _follow(printed: _Printed, path: Path, about: Mapping[str, Any]) -> str:
 
 
 class _Printed:
-    """A file of which all is printed once. When it is full, it becomes NAME.1, and another one begins (job_logs.py)."""
+    """A file that is printed completely, each part once. When it is full, it becomes NAME.1, and a new one begins
+    (job_logs.py)."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._before = path, path.with_name(f"{path.name}.1")
         self._inode = self._position = 0  # of the last byte that was printed
 
     def print_new(self) -> bool:
-        """Print what has come, the first time also NAME.1. False: there was nothing."""
+        """Print new output, the first time also NAME.1. False: there was none."""
         sys.stdout.flush()
         is_new = False
         for path in (self._before, self._path):

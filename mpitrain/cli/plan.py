@@ -1,4 +1,4 @@
-"""`mpitrain plan`: say what a cluster would make of a script, measured here, or of a training that is described."""
+"""`mpitrain plan`: predict the speed on a cluster of a script, measured here, or of a described training."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="limit of a step of the script (600s; 0: none)",
     )
     parser.add_argument("--writes", action="store_true", help="let the script overwrite and remove files")
-    parser.add_argument("--all", action="store_true", help="show every row, and not only the best few")
+    parser.add_argument("--all", action="store_true", help="show every row, not only the best few")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows with all digits to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture (needs matplotlib)")
     add_renamed(parser, gbit="--link, with a unit: --link 1Gbit/s")
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan a script, or what is described in its place. Return the exit code."""
+    """Plan a script, or the training that is described in its place. Return the exit code."""
     for path in (arguments.json, arguments.plot):
         if path is not None and not is_folder(path.parent):
             raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
@@ -111,7 +111,7 @@ def _write(
 
 
 def _plan_script(arguments: argparse.Namespace) -> int:
-    """Measure, simulate and tell. Return the exit code."""
+    """Measure, simulate and print. Return the exit code."""
     from mpitrain.context import LEAST_PLAN_STEPS
     from mpitrain.forecast.machines import read_machines
     from mpitrain.forecast.measured_steps import described
@@ -246,7 +246,8 @@ def _measured_machines(
     per_host: int,
     there: Machines | None,
 ) -> Machines:
-    """Measure a profile. Of one host it has no links: they are assumed, or those of `there`, which a file describes."""
+    """Measure a profile. With one host it has no links: they are assumed, or taken from `there`, which a file
+    describes."""
     from mpitrain.forecast.machines import equal_machines, from_profile
     from mpitrain.profile import DEFAULT, from_json, read_profile
 
@@ -312,7 +313,7 @@ def _reported(
 def _launch_of(
     arguments: argparse.Namespace, num_ranks: int, machines: Machines, hosts: Sequence[HostTimes]
 ) -> list[str]:
-    """The options of `mpitrain run` for so many ranks, placed as they were simulated."""
+    """The options of `mpitrain run` for this many ranks, placed as they were simulated."""
     num_nodes = machines.nodes_of(num_ranks)[-1] + 1
     given = {"--env-file": arguments.env_file, "--mpiexec": arguments.mpiexec}
     if num_nodes > 1:

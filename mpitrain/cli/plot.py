@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "directories", nargs="+", type=Path, metavar="DIRECTORY", help="directory of a run, with metrics.jsonl"
     )
     parser.add_argument(
-        "--metric", action="append", default=[], metavar="NAME", help="draw only this one; may be given several times"
+        "--metric", action="append", default=[], metavar="NAME", help="draw only this metric; may be repeated"
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the picture: a .png, .svg or .pdf")
 
@@ -86,7 +86,7 @@ def _read(directory: Path, name: str) -> PlottedRun:
 
 
 def _names(directories: Sequence[Path]) -> list[str]:
-    """What tells the runs apart: their folders, without what all begin with."""
+    """Distinct names of the runs: their folders, without the common beginning."""
     if len(directories) == 1:
         return [str(directories[0])]
     common = os.path.commonpath([folder.absolute().parent for folder in directories])

@@ -51,7 +51,7 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one line per job. Return 1 if a host could not be asked, or what a server publishes cannot be read."""
+    """Print one line per job. Return 1 if a host could not be asked, or a server's published data cannot be read."""
     from mpitrain.launch.hosts import place_ranks
     from mpitrain.launch.jobs import find_all
 
@@ -114,7 +114,7 @@ def _print(
 
 
 def _fitting(rows: Sequence[tuple[str, ...]], columns: int | None) -> str:
-    """Return the table, on a narrow terminal without metrics, and then also without times: a broken line is no row."""
+    """Return the table; on a narrow terminal without metrics, and then also without times, so that no line wraps."""
     for left_out in ((), (4,), (1, 4)):
         fewer = [tuple(text for place, text in enumerate(row) if place not in left_out) for row in rows]
         lines = table(fewer, len(fewer[0]))
@@ -163,7 +163,7 @@ def _document(shown: Iterable[RunningJob], lost: Iterable[KeptJob], hosts: Seque
 
 
 def _cut(metrics: str) -> str:
-    """Return those that fit into a table: a job with mt.Record has many."""
+    """Return the metrics that fit into a table: a job with mt.Record has many."""
     if len(metrics) <= _COLUMNS:
         return metrics
     begun = metrics[:_COLUMNS]

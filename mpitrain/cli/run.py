@@ -1,4 +1,4 @@
-"""`mpitrain run`: start a script on several ranks, on this machine or on several hosts, and stay until its end."""
+"""`mpitrain run`: start a script on several ranks, on this machine or on several hosts, and wait for its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mpitrain.cli.launching import (
     START_SECONDS,
@@ -25,12 +25,15 @@ from mpitrain.errors import ConfigError
 from mpitrain.reading import shown, whole
 from mpitrain.units import add_renamed
 
+if TYPE_CHECKING:
+    from mpitrain.launch.start import Request
+
 HELP = "start a script on several ranks, here or on several hosts"
 
 PAGE = "how-to/run-jobs.md"
 
 _EPILOG = """\
-Options behind the script belong to the script. Without -n and --hosts, the job
+Options after the script belong to the script. Without -n and --hosts, the job
 runs on all hosts of the inventory. The exit code is 0 only if no rank failed.
 
   mpitrain run -n 4 train.py --epochs 5
@@ -68,6 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="process groups of gloo use mpitrain's exchange",
     )
     parser.add_argument(
+        "--starter",
+        choices=["mpiexec", "agent"],
+        help="agent: start ranks that need no MPI without it",
+    )
+    parser.add_argument("--tf-config", action="store_true", help="set TensorFlow's TF_CONFIG in each rank")
+    parser.add_argument(
         "--servers",
         type=positive,
         default=0,
@@ -81,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run",
         action="store_true",
         dest="show",
-        help="print the mpiexec command, but do not run it",
+        help="print the command, but do not run it",
     )
     add_renamed(
         parser,
@@ -120,17 +129,20 @@ def run(arguments: argparse.Namespace) -> int:
         servers=arguments.servers,
         recover=arguments.recover,
         exchange=arguments.exchange,
+        tf_config=arguments.tf_config,
         notify=checked(arguments.notify) if arguments.notify else "",
         keeps_logs=not arguments.show,
         log_dir=_writable(arguments.log_dir) if arguments.log_dir and not arguments.show else None,
         detaches=arguments.detach and not arguments.show,
     )
     kind = aware_of(Path(request.script))
-    if kind == "torchrun":
+    if kind in ("torchrun", "either"):
         if request.exchange:
             print("mpitrain: process groups of gloo use mpitrain's exchange in all ranks", file=sys.stderr, flush=True)
         for remark in remarks(Path(request.script), request.num_ranks or 0):
             print(f"mpitrain: {remark}", file=sys.stderr, flush=True)
+    request = replace(request, starter=_starter(arguments, request, kind))
+    if kind in ("torchrun", "either") or request.starter == "agent":
         # Its ranks may end at any time, and have no init() that says whether they are late.
         seconds = 0.0 if request.start_seconds == START_SECONDS else request.start_seconds
         request = replace(request, start_seconds=seconds, limits=replace(request.limits, counts_steps=False))
@@ -149,8 +161,35 @@ def run(arguments: argparse.Namespace) -> int:
     return detach(lambda when_started: start(request, when_started=when_started), _follow)
 
 
+def _starter(arguments: argparse.Namespace, request: Request, kind: str) -> Literal["mpiexec", "agent"]:
+    """Return what starts the ranks. If the agents do that because nothing asks for MPI, print why.
+
+    Raises:
+        ConfigError: an option needs MPI, and --starter agent goes without it.
+    """
+    needed = {
+        "--exchange": request.exchange,
+        "--servers": request.servers,
+        "--recover": request.recover,
+        "--mpiexec": request.mpiexec,
+    }
+    options = [name for name, value in needed.items() if value]
+    if options and arguments.starter == "agent":
+        raise ConfigError(f"{options[0]} needs MPI, and --starter agent starts ranks without it; leave out one of them")
+    if arguments.starter or options or kind == "mpi":
+        return arguments.starter or "mpiexec"
+    if PathFinder.find_spec("mpi4py") is None:
+        why = f"{sys.executable} has no mpi4py"
+    elif kind == "torchrun":
+        why = f"{request.script} does not use it"
+    else:  # an installed package may use MPI, and the script does not name it
+        return "mpiexec"
+    print(f"mpitrain: the ranks start without MPI: {why} (--starter mpiexec: with MPI)", file=sys.stderr, flush=True)
+    return "agent"
+
+
 def _follow(job: str) -> str:
-    """Say how to see to a job that has no terminal."""
+    """Print how to watch a job that has no terminal."""
     lines = {
         f"mpitrain logs -f {job}": "shows what it prints",
         f"mpitrain top {job}": "shows what its ranks do",
@@ -175,10 +214,10 @@ def _count(text: str) -> int:
     return number
 
 
-# A script knows of ranks if it, or a module of its own, imports one of these, or has one of the words in it.
+# A script is aware of ranks if it, or a module of its own, imports one of these, or contains one of the words.
 _LIBRARIES = ("mpitrain", "mpi4py")
 _OF_MPI = (*_LIBRARIES, "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD", "_MPITRAIN_")
-# Of scripts that torchrun, accelerate or Lightning may start: the launcher gives them torchrun's variables.
+# For scripts that torchrun, accelerate or Lightning may start: the launcher gives them torchrun's variables.
 _OF_TORCHRUN = (
     *("torch.distributed", "LOCAL_RANK", "WORLD_SIZE", '"RANK"', "'RANK'", "TORCHELASTIC", "jax.distributed"),
     *(
@@ -193,16 +232,18 @@ _OF_TORCHRUN = (
         "fairscale",
     ),
 )
+# Of those, what may be set to use MPI.
+_OF_EITHER = ("horovod", '"mpi"', "'mpi'")
 _MOST_FILES = 300
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def aware_of(script: Path) -> Literal["mpi", "torchrun", ""]:
+def aware_of(script: Path) -> Literal["mpi", "torchrun", "either", ""]:
     """Return how this script, or what it imports, knows of other ranks, as far as can be seen; "": it does not.
 
-    A script that cannot be read is one of "mpi".
+    A script that cannot be read is one of "mpi". One of "either" has torchrun's ways, and may use MPI too.
     """
-    found: Literal["torchrun", ""] = ""
+    found: Literal["torchrun", "either", ""] = ""
     path = [str(script.resolve().parent), str(Path.cwd()), *sys.path]
     seen: set[Path] = set()
     waiting = [script.resolve()]
@@ -217,8 +258,10 @@ def aware_of(script: Path) -> Literal["mpi", "torchrun", ""]:
                 return "mpi"
             if len(seen) > _MOST_FILES:  # a script in a checkout of its library
                 return found or "mpi"
-            if any(word in text for word in _OF_TORCHRUN):
+            if any(word in text for word in _OF_TORCHRUN) and found != "either":
                 found = "torchrun"
+            if found and any(word in text for word in _OF_EITHER):
+                found = "either"
             with warnings.catch_warnings(action="ignore"):  # the ranks print those of the compiler
                 names = set(_imported(ast.parse(text)))
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -238,7 +281,7 @@ _OPTION = re.compile(r"""add_argument\(\s*["']--local[-_]rank["']""")
 
 
 def remarks(script: Path, num_ranks: int) -> list[str]:
-    """Return what is said of a script for torchrun that will not do what the user means, as far as can be seen."""
+    """Return warnings about a script for torchrun that will not do what the user means, as far as can be detected."""
     try:
         text = script.read_text(errors="replace")
     except OSError:
@@ -251,7 +294,7 @@ def remarks(script: Path, num_ranks: int) -> list[str]:
         )
     if _OPTION.search(text) and "LOCAL_RANK" not in text:
         said.append(
-            f"{script} takes its place from the option --local-rank, which torchrun and mpitrain do not pass: all "
+            f"{script} takes its local rank from the option --local-rank, which torchrun and mpitrain do not pass: all "
             'ranks would take the first GPU. Let it read int(os.environ["LOCAL_RANK"])'
         )
     return said
@@ -267,7 +310,7 @@ def _imported(tree: ast.AST) -> Iterator[str]:
 
 
 def _origin(name: str, path: list[str]) -> Path | None:
-    """The file or folder of a module that is the user's own; None: it is installed, built in, or not to be place."""
+    """The file or folder of a module that is the user's own; None: it is installed, built in, or not found."""
     try:
         spec = PathFinder.find_spec(name, path)
     except (ImportError, ValueError):

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """What the list of the dashboard has of each run, the youngest first. Both keep what was read in one index."""
+    """The dashboard's data of each run, newest first. Both cache what they read in one index."""
     from mpitrain.dashboard.index import RunIndex, index_path
     from mpitrain.dashboard.record_reader import find_records, run_id
     from mpitrain.dashboard.summary import summary_of_run

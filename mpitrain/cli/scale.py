@@ -1,4 +1,4 @@
-"""`mpitrain scale JOB +c -b`: other hosts for a running job."""
+"""`mpitrain scale JOB +c -b`: change the hosts of a running job."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     add_inventory_argument(parser)
     add_job_argument(parser, "the id of the job, which `mpitrain ps` shows")
-    # argparse would take -HOST for an option.
-    parser.add_argument("changes", nargs=argparse.REMAINDER, metavar="+HOST, -HOST", help="who joins, and who leaves")
+    # argparse would treat -HOST as an option.
+    parser.add_argument("changes", nargs=argparse.REMAINDER, metavar="+HOST, -HOST", help="hosts that join and leave")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Wish it; returns 0 if the job accepts."""
+    """Request the change. Return 0 if the job accepts."""
     return change(arguments, wish_of(arguments.changes))
 
 
 def wish_of(changes: Sequence[str]) -> dict[str, object]:
-    """Return the wish (launch/control.py) that words such as +c and -b say.
+    """Return the request (launch/control.py) for words such as +c and -b.
 
     Raises:
         ConfigError: a word is none of these, or they contradict each other.
@@ -55,7 +55,7 @@ def wish_of(changes: Sequence[str]) -> dict[str, object]:
         if word in ("+", "-"):
             raise ConfigError(f"{word} names no host; write {word}HOST without a space")
         if word.startswith("--"):
-            raise ConfigError(f"{word} stands behind JOB, where hosts are; options come before JOB")
+            raise ConfigError(f"{word} comes after JOB, where hosts are; options come before JOB")
     joining = ",".join(word[1:] for word in changes if word[0] == "+")
     leaving = ",".join(word[1:] for word in changes if word[0] == "-")
     joins, leaves = _hosts(joining, "+"), _hosts(leaving, "-")

@@ -1,4 +1,4 @@
-"""`mpitrain serve`: start a script as the server of a job, which workers join and leave at any time."""
+"""`mpitrain serve`: start a script as the server of a job that workers can join and leave at any time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", metavar="A,B", help="start workers there too: a,b or a/cuda:0-3x2,b/cpux4")
     add_inventory_argument(parser)
     parser.add_argument(
-        "--plain", default="", metavar="INTERFACE", help="do not encrypt; listen at this interface alone"
+        "--plain", default="", metavar="INTERFACE", help="do not encrypt; listen at this interface only"
     )
     parser.add_argument(
         "--dry-run", action="store_true", dest="show", help="print the commands and the servers' parts; train nothing"
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     ports = range(arguments.port, arguments.port + arguments.servers)
     if ports[-1] > _LAST_PORT:
         raise ConfigError(
-            f"{len(ports)} servers take the ports {ports[0]} to {ports[-1]}, and the last one that there is is "
+            f"{len(ports)} servers take the ports {ports[0]} to {ports[-1]}, but the last valid port is "
             f"{_LAST_PORT}; give a lower --port"
         )
     address = address_of(arguments.plain) if arguments.plain else "*"
@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _placement(arguments: argparse.Namespace) -> Placement | None:
-    """Return where the known workers go; None: there are none."""
+    """Return the placement of the known workers; None: there are none."""
     from mpitrain.launch.hosts import place_ranks
     from mpitrain.launch.placement import parse_hosts
 
@@ -137,7 +137,7 @@ def _placement(arguments: argparse.Namespace) -> Placement | None:
 
 
 def _refuse_used(host: str, port: int) -> None:
-    """Refuse a port at which another program listens: the script comes to its own server only later."""
+    """Refuse a port at which another program listens: the script starts its server only later."""
     from mpitrain.server.wire import cannot_listen
 
     with socket.socket() as probe:
@@ -151,5 +151,5 @@ def _refuse_used(host: str, port: int) -> None:
 def _port(text: str) -> int:
     number = whole(text, 1, _LAST_PORT)
     if number is None:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no port; allowed are 1 to {_LAST_PORT}")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a port; allowed are 1 to {_LAST_PORT}")
     return number

@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _time(text: str) -> str:
     if not _TIME.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} is no time of sbatch; write minutes, or hours:minutes:seconds as in 12:00:00"
+            f"{shown(text)} is not a time of sbatch; write minutes, or hours:minutes:seconds as in 12:00:00"
         )
     return text
 
@@ -114,7 +114,7 @@ def _seconds(time: str) -> int:
 
 def _refuse_early_warning(time: str | None, warn_seconds: int) -> None:
     """Refuse a warning that may come at the start of each attempt: the job would be started again without end."""
-    seconds = _seconds(time) if time else 0  # for Slurm, 0 is no limit
+    seconds = _seconds(time) if time else 0  # for Slurm, 0 means no limit
     if seconds and seconds < (least := warn_seconds + 2 * _EARLIER_SECONDS):
         raise ConfigError(
             f"--time {time} is {seconds} seconds, and with --warn-seconds {warn_seconds} it must be at least {least}: "
@@ -126,6 +126,6 @@ def _refuse_early_warning(time: str | None, warn_seconds: int) -> None:
 def _array(text: str) -> str:
     if not _ARRAY.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} is no array of sbatch; write 0-9, 1,3,5, or 0-9%2 for two at a time"
+            f"{shown(text)} is not an array of sbatch; write 0-9, 1,3,5, or 0-9%2 for two at a time"
         )
     return text

@@ -1,4 +1,4 @@
-"""`mpitrain tell JOB WORD`: tell a running job to pause, to save, to change a value, and more."""
+"""`mpitrain tell JOB WORD`: send a command to a running job: pause, save, change a value, and more."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tell it; returns 0 if the job does it."""
+    """Send the command. Return 0 if the job carries it out."""
     from mpitrain.cli import kill
     from mpitrain.cli.terminal_text import wrapped
     from mpitrain.launch.hosts import place_ranks
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _completions(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
-    """What may come next, for a shell: the id of a job, then a word."""
+    """Completions for a shell: the id of a job, then a word."""
     words = parsed_args.words or []
     known = dict.fromkeys(_WORDS, "")
     if not words:
@@ -103,7 +103,7 @@ def _completions(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]
 
 
 def _order(words: list[str]) -> dict[str, str]:
-    """Return the order in what was typed behind the job. Raises ConfigError."""
+    """Return the command in the words after the job. Raises ConfigError."""
     from mpitrain.errors import ConfigError
 
     if not words:
@@ -123,7 +123,7 @@ def _order(words: list[str]) -> dict[str, str]:
 
 
 def _is_meant(text: str) -> bool:
-    """Ask whether a factor of the learning rate that is mostly a slip is meant; refuse it where nobody can be asked."""
+    """Ask whether an unusual learning-rate factor is intended; refuse it if there is no terminal to ask on."""
     from mpitrain.errors import ConfigError
 
     try:
@@ -160,7 +160,7 @@ def _only_job(placement: Placement) -> tuple[str, str]:
 
 
 def _listed(job: str, step: int, can: Mapping[str, Any]) -> str:
-    """Say what a job can be told."""
+    """Print the commands that a job accepts."""
     lines = [f"job {job}, step {step}" + (f", {can['paused']}" if can["paused"] else "")]
     lines.append("  resume" if can["paused"] else "  pause")
     lines.append("  save, stop" if can["saves"] else "  (save and stop need the hook mt.Checkpoint)")

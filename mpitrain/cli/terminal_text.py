@@ -1,6 +1,6 @@
-"""What commands print: text that fits the width of a terminal, and, for --json, one JSON object.
+"""Output of commands: text that fits the width of a terminal, and, for --json, one JSON object.
 
-In a pipe or a file, text stays as it is.
+In a pipe or a file, text is unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """Return the width of the terminal; None: the stream is none, or the terminal does not say."""
+    """Return the width of the terminal; None: the stream is not a terminal, or its width is not known."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (OSError, ValueError):
@@ -32,7 +32,7 @@ def wrapped(text: str, stream: TextIO) -> str:
             line,
             columns,
             subsequent_indent=indent,
-            break_long_words=False,  # paths, which somebody may copy
+            break_long_words=False,  # paths, which a user may copy
             break_on_hyphens=False,
             replace_whitespace=False,
         ) or [""]

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the job until it ends or the user has seen enough. Return 1 if no job is chosen."""
+    """Show the job until it ends or the user quits. Return 1 if no job is chosen."""
     from mpitrain.cli.top_screen import look_once, show
     from mpitrain.launch.live_jobs import find
 
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _none(token: str | None) -> int:
-    """Say that there is nothing to watch, and show what ps knows."""
+    """Report that there is nothing to watch, and show what ps knows."""
     from mpitrain.cli import ps
     from mpitrain.cli.terminal_text import wrapped
 

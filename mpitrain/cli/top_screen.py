@@ -1,4 +1,4 @@
-"""The screen of `mpitrain top`: what the last looks say, the picture of them, and the keys.
+"""The screen of `mpitrain top`: the last samples, their display, and the keys.
 
 The history of the ranks and the picture, as Rich draws it, are pure. The screen draws each look, and ends with the job.
 """
@@ -34,7 +34,7 @@ from mpitrain.watching.rank_facts import KNOWN, RankFact
 Order = Literal["slowest", "rank", "host"]
 
 _SECONDS = 10.0
-# In these a rank does not continue by itself, or nobody knows whether it does.
+# In these a rank does not continue by itself, or may not.
 MARKED = ("stopped", "disk", "failed", "ended", "unknown")
 _AWAITS = ("waits", "wire")
 _WAITING = (*_AWAITS, "done", "lost", "paused")
@@ -49,7 +49,7 @@ class TopHistory:
         self.waiting: Mapping[int, float] = {}  # the share of the time in which each rank has waited; {}: not known
 
     def add(self, answer: Mapping[str, Any]) -> None:
-        """Take in a look. Another attempt of the job begins anew."""
+        """Add a sample. A new attempt of the job starts a new history."""
         phases = {entry["rank"]: entry["phase"] for entry in answer["ranks"]}
         at = answer["at"]
         while self._looks and (
@@ -164,7 +164,7 @@ def rows_for(answer: Mapping[str, Any], width: int, height: int) -> int:
 
 
 def head(answer: Mapping[str, Any], width: int) -> list[Text]:
-    """Return the lines that say how the job goes."""
+    """Return the lines about the progress of the job."""
     since = timedelta(seconds=max(0, round(answer["at"] - answer["since"])))
     tries = f"  attempt {answer['tries']}" if answer["tries"] > 1 else ""
     first = _line(f"job {answer['job'] or '-'}  ", "bold")
@@ -268,8 +268,8 @@ def _bar(shares: Mapping[str, float]) -> Text:
 
 def _hosts(answer: Mapping[str, Any], width: int) -> Text:
     line = _line("hosts: ")
-    hosts = answer["hosts"].items()
-    for number, (host, about) in enumerate(sorted(hosts, key=lambda item: -item[1]["silence"])):
+    hosts = answer["hosts"].items()  # in their order, but silent ones first
+    for number, (host, about) in enumerate(sorted(hosts, key=lambda item: -max(item[1]["silence"], _LONG_SILENCE))):
         line.append(", " if number else "")
         silence = about["silence"]
         text = f"{printable(host)} ({len(about['ranks'])})"
@@ -388,7 +388,7 @@ class _Screen:
         return ""
 
     def _hear(self, keys: str, page: int) -> None:
-        if not keys or "q" in keys or "\x03" in keys:  # the terminal has gone, or the user has seen enough
+        if not keys or "q" in keys or "\x03" in keys:  # the terminal is gone, or the user quits
             self._is_over = True
         self._order = next(
             (_ORDERS[key] for key in reversed(keys) if key in _ORDERS and keys[0] != "\x1b"), self._order
@@ -399,7 +399,7 @@ class _Screen:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[int]:
-    """Have keys come one by one. Yield a descriptor that is readable when the terminal has another size."""
+    """Switch to reading single keys. Yield a descriptor that becomes readable when the terminal's size changes."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     resized, tell = os.pipe()
@@ -421,7 +421,7 @@ def _keys() -> Iterator[int]:
 
 
 def _how(answer: Mapping[str, Any], ended: Mapping[str, Any] | None) -> str:
-    """Say how a job has ended that was shown."""
+    """Print how the displayed job has ended."""
     step = max((entry["step"] for entry in answer["ranks"]), default=0)
     at = f"{time.strftime('%H:%M:%S')}, at step {step}"
     if ended is not None:

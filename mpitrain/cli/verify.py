@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HELP = "run a script on one rank and on several, and compare the runs"
 PAGE = "how-to/troubleshooting.md"
 
-# The exit codes of a run that somebody has ended, as by Ctrl-C: they say nothing of the script.
+# The exit codes of a run that a user has ended, as by Ctrl-C: they tell nothing about the script.
 _TOLD_TO_END = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 
 _EPILOG = """\

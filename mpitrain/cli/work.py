@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Become the script. Return an exit code only if that fails."""
+    """Replace this process by the script. Return an exit code only if that fails."""
     from mpitrain.context import JobContext, ServeTask
     from mpitrain.launch.served import become, environment_here, handed_over, path_of, told
     from mpitrain.server.security import LOOPBACK, check_way

@@ -7,8 +7,8 @@
 These rules hold for all calls:
 
 - If the ranks disagree (on call, dtype, shape or root), all of them get a MismatchError from `test` or `wait`.
-- If a rank cannot make a call, such as with an array of Python objects, all ranks get that rank's error: it at once,
-  the others from `test` or `wait`.
+- If a rank cannot make a call, for example with an array of Python objects, all ranks get that rank's error: the rank
+  itself at once, the others from `test` or `wait`.
 - Arrays are NumPy or CuPy arrays of any dtype except Python objects. Arrays that are summed have one of DTYPES.
 - The call does not change an array. The program must not change it until the handle is done. A call that sums copies
   its array first, and so does a call with a host array that is not contiguous. All other arrays are sent from where
@@ -16,7 +16,7 @@ These rules hold for all calls:
 - Calls run one after the other, in the order in which they began, on a communicator of their own. They may overlap with
   other calls of the World and with a step of a GradientReducer. A program may wait for handles in any order.
 - A call makes progress in `test` and `wait` of any handle, and more slowly in every other wait of the World. A call
-  whose handle is dropped still takes part, and ends at the latest when the program does.
+  whose handle is dropped still takes part, and ends when the program does at the latest.
 
 p is the number of ranks, N the bytes of the largest array. All calls go through the ranks in rank order, in pieces of
 at most 256 KiB, four at a time:
@@ -56,7 +56,7 @@ from mpitrain.world.world import World
 
 __all__ = ["Handle", "allgather", "allreduce", "alltoall", "broadcast", "reduce_scatter"]
 
-# The call itself, from all ranks' records on: yields while it has to wait, and returns its result.
+# The call itself, which starts from all ranks' records: yields while it has to wait, and returns its result.
 Work = Callable[[numpy.ndarray], Generator[float | None, None, Result]]
 
 
@@ -247,7 +247,7 @@ def allreduce(world: World, array: Array) -> Handle[Array]:
 
 
 def _made_once(world: World, make: Callable[[Group], T] | None) -> T:
-    """An algorithm, or a half of one, over the communicator that these calls have, with scratch memory of its own."""
+    """An algorithm, or half of one, over the communicator of these calls, with its own scratch memory."""
     made = _made.setdefault(world.background, {})
     if make not in made:
         assert make is not None
@@ -258,7 +258,7 @@ def _made_once(world: World, make: Callable[[Group], T] | None) -> T:
 
 @contextmanager
 def _refused_by_all(world: World, operation: str) -> Iterator[None]:
-    """Run a block with what this rank alone can fail in before a call. If it fails, all ranks raise."""
+    """Run a block, before a call, in which this rank alone can fail. If it fails, all ranks raise."""
     try:
         yield
     except Exception as error:
@@ -266,7 +266,7 @@ def _refused_by_all(world: World, operation: str) -> Iterator[None]:
 
 
 def _on_host(array: Array, operation: str, *, sums: bool = False, dimensions: int = 0) -> numpy.ndarray:
-    """The array on the host and contiguous: itself if it is that, else a copy."""
+    """The array as a contiguous CPU array: the array itself if possible, else a copy."""
     if not is_array(array):
         raise TreeError(f"{operation} takes a NumPy or CuPy array, not {type(array).__name__}")
     check_class(array, f"{operation}: the array")

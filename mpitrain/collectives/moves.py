@@ -1,7 +1,7 @@
-"""Moves arrays between all ranks, as steps over flat host arrays; calls that do not wait are made from these.
+"""Moves arrays between all ranks, as steps over flat CPU arrays; non-blocking calls are made from these.
 
 The moves use the communicator of the world's background, so they are work in its queue. Rank r exchanges with r+1 and
-r-1 first, then with r+2 and r-2, and so on, so no rank is everybody's target at once. __init__.py lists how many
+r-1 first, then with r+2 and r-2, and so on, so no rank is the target of all others at once. __init__.py lists how many
 bytes move. Parts may have any number of bytes, even 0, but a rank must send exactly as many as the other expects.
 """
 

@@ -1,6 +1,6 @@
 """The share of a rank in a mean, and the product with it; sums of a few numbers that are rounded once.
 
-Such sums do not depend on who has which number.
+Such sums do not depend on which rank has which number.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from mpitrain.cuda import kernels
 from mpitrain.errors import DataError, everywhere
 from mpitrain.world.world import World
 
-# The weight of a sample of which nothing counts, such as no token. It counts only if no rank has anything that does.
-# Then a loss of 0 stays 0, and a mean over nothing stays NaN, as in one process.
+# The weight of a part in which nothing counts, for example a part without tokens. It counts only if no rank has
+# anything that counts. Then a loss of 0 stays 0, and a mean over nothing stays NaN, as in one process.
 NOTHING = 2.0**-1000
 _LEAST = 2.0**-900
 
 
 def scale(flat: Array, share: float) -> None:
-    """Multiply `flat`, of a floating dtype, by `share` in place; rounds only once, even for a short dtype."""
+    """Multiply `flat`, of a floating dtype, by `share` in place; round only once, even for a 16-bit dtype."""
     if share == 0.0:
         flat.fill(0)  # no product, because 0 x NaN is NaN
     elif share != 1.0 and is_device_array(flat):
@@ -45,7 +45,7 @@ def share_of(world: World, weights: list[float]) -> tuple[float, float]:
     total = sum(weights)
     if min(weights) >= 0 and 0 < total < float("inf"):
         return weights[world.rank] / total, total
-    kind = "number of samples, or of what else is counted"
+    kind = "number of samples, or of other counted items"
     problem = "the weight is 0 on every rank, so there is no mean"
     for rank, weight in enumerate(weights):
         if not 0 <= weight < float("inf"):
@@ -81,7 +81,7 @@ def rounded_sum(values: Sequence[float]) -> float:
 
 
 def _summands(values: Sequence[float]) -> list[float]:
-    """Return a few numbers with exactly the same sum: the rounded sum, and what rounding has left of it, and so on."""
+    """Return a few numbers with exactly the same sum: the rounded sum, its rounding error, and so on."""
     if not all(map(math.isfinite, values)):
         return [rounded_sum(values)]
     few: list[float] = []

@@ -1,4 +1,4 @@
-"""broadcast, sum and mean of whole trees: packed by dtype and place into flat buffers, exchanged, unpacked."""
+"""broadcast, sum and mean of whole trees: packed into flat buffers by dtype and device, exchanged, unpacked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ALIGNMENT = 64  # bytes: a line of the processor's cache, and the alignment tha
 
 
 class ArrayTrees:
-    """The class behind World's tree calls. Results are new arrays: nothing of the caller's is overwritten."""
+    """The class behind World's tree calls. Results are new arrays: the caller's arrays are not overwritten."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -97,7 +97,7 @@ class ArrayTrees:
         if self._world.size == 1 and not is_exact:
             return
         if packed.misplaced:  # on every rank, since their lines are equal
-            raise everywhere(DeviceError(f"{packed.misplaced}; move the array to this rank's GPU, or to the host"))
+            raise everywhere(DeviceError(f"{packed.misplaced}; move the array to this rank's GPU, or to the CPU"))
         handles = [
             self._algorithm_for(flat, is_exact=is_exact).start(flat, agreed=True) for flat in packed.flats.values()
         ]
@@ -111,22 +111,22 @@ class ArrayTrees:
 
     @cached_property
     def _exact(self) -> ExactSum:
-        """Made for the first sum of floats, by all ranks: they have agreed that there is one."""
+        """Created at the first sum of floats, by all ranks, which have agreed on this call."""
         return exact_sum(self._world)
 
     @cached_property
     def _exact_on_device(self) -> DeviceSequential:
-        """Made for the first sum of device arrays of floats, by all ranks: they have agreed that there is one."""
+        """Created at the first sum of GPU arrays of floats, by all ranks, which have agreed on this call."""
         return exact_staged(self._world, self._exact)
 
     @cached_property
     def _transport(self) -> DeviceSequential:
-        """Made for the first device array, by all ranks: they have agreed that there is one."""
+        """Created for the first GPU array, by all ranks, which have agreed on this call."""
         return make_transport(self._world)
 
 
 class _Packed:
-    """The leaves of a tree, in one flat buffer for each dtype and place."""
+    """The leaves of a tree, in one flat buffer for each dtype and device."""
 
     def __init__(
         self,
@@ -142,9 +142,9 @@ class _Packed:
             tree: a tree as in World's calls.
             operation: the purpose, for errors.
             allowed: allowed dtypes of leaves; device arrays stay on their device. None: any, with all buffers on the
-                host.
+                CPU.
             as_float: convert Python's and NumPy's real numbers to float64, as a mean needs them.
-            world: whose ranks add up the device arrays: each on its own GPU.
+            world: its ranks add up the GPU arrays, each on its own GPU.
 
         Raises:
             TreeError: a leaf has another dtype.
@@ -168,7 +168,7 @@ class _Packed:
         stay = [allowed is not None and is_device_array(value) for value in values]
         are_summed = world is not None and (world.size > 1 or world.config.reduction == "exact")
         gpu = own_gpu(world) if world is not None and are_summed and any(stay) else None
-        self.misplaced = ""  # the first line of an array on another GPU than the rank's; then nothing is packed
+        self.misplaced = ""  # the description of the first array on a GPU other than the rank's; then nothing is packed
         for place, (value, stays) in enumerate(zip(values, stay, strict=True)):
             if stays and gpu is not None and value.device.id != gpu.number:
                 self.lines[place] += f" on GPU {value.device.id}, and this rank has GPU {gpu.number}"
@@ -191,7 +191,7 @@ class _Packed:
             if group[1]:
                 xp = namespace(members[0])
                 flat = xp.empty(sum(value.size for value in members), members[0].dtype)
-                # Many leaves in one launch.
+                # Many leaves in one kernel launch.
                 kernels.pack([xp.ascontiguousarray(value) for value in members], flat)
                 ends = accumulate(value.size for value in members)
                 views = [flat[end - value.size : end] for value, end in zip(members, ends, strict=True)]
@@ -212,7 +212,7 @@ class _Packed:
                 )
 
     def unpack(self) -> Tree:
-        """Return a tree of the same form with the buffers' values: views, or copies of host buffers on a device."""
+        """Return a tree of the same form with the buffers' values: views, or copies of CPU buffers on a GPU."""
         values = (self._total(view, leaf) for view, leaf in zip(self._views, self._leaves, strict=True))
         return rebuild(self._tree, values.__next__)
 
@@ -233,7 +233,7 @@ class _Packed:
 
 
 def aligned(sizes: Sequence[int], dtype: numpy.dtype) -> tuple[numpy.ndarray, list[numpy.ndarray]]:
-    """Return a flat host array with room for arrays of these sizes, and its parts for them; zeros in between.
+    """Return a flat CPU array with room for arrays of these sizes, and its parts for them; zeros in between.
 
     The parts are uninitialised, and begin at multiples of 64 bytes in memory: JAX takes such memory without a copy.
     """
@@ -250,7 +250,7 @@ def aligned(sizes: Sequence[int], dtype: numpy.dtype) -> tuple[numpy.ndarray, li
 
 
 def aligned_copy(array: numpy.ndarray) -> numpy.ndarray:
-    """Return a copy of a host array that begins at a multiple of 64 bytes in memory."""
+    """Return a copy of a CPU array that begins at a multiple of 64 bytes in memory."""
     _, (memory,) = aligned([array.size], array.dtype)
     copied = memory.reshape(array.shape)
     copied[...] = array

@@ -1,9 +1,11 @@
-"""Codecs: fewer bytes on the wire for float32 values. No MPI here, and no state: an exchange holds the residuals.
+"""Codecs: compression of float32 values. They use no MPI and keep no state: an exchange holds the residuals.
 
-To add a codec, write a file with a factory that takes `compiled`, such as sign.py, and add a line below. The codec then
-inherits the contract tests (tests/test_compression.py, tests/ranks/test_compressed.py), MPITRAIN_COMPRESSION, `mpitrain
-bench --codecs` and the benchmark (benchmarks/codecs.py). If it has no kernels for GPUs (Codec.device_code), gradients
-on GPUs are coded on the host.
+To add a codec, write a file with a factory that takes `compiled`, such as top_k.py, or int4.py for whole numbers with
+a scale for each block, and add a line below. The codec then inherits the contract tests (tests/test_compression.py,
+tests/ranks/test_compressed.py), MPITRAIN_COMPRESSION, `mpitrain bench --codecs` and the benchmark
+(benchmarks/codecs.py). If it has no kernels for GPUs (Codec.device_code), gradients on GPUs are coded on the CPU.
+
+A factory hides its module: import the constants of a codec from `mpitrain.compression.NAME`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from mpitrain.compression.int4 import int4
 from mpitrain.compression.int8 import int8
 from mpitrain.compression.kernels import can_compile
 from mpitrain.compression.quantised_top_k import of_setting
-from mpitrain.compression.sign import sign
 from mpitrain.compression.top_k import top_k
 from mpitrain.errors import ConfigError
 
@@ -29,9 +30,8 @@ CODECS: dict[str, Callable[[bool], Codec]] = {
     "int8": int8,
     "int4": int4,
     "top_k": top_k,
-    "sign": sign,
 }
-# Codecs that take a setting, as in top_k:0.05: what makes a factory of the text after the colon.
+# Codecs with a setting, as in top_k:0.05: the functions that make a factory from the text after the colon.
 SETTABLE: dict[str, Callable[[str], Callable[[bool], Codec]]] = {"top_k": of_setting}
 
 
@@ -54,12 +54,13 @@ def factory_of(name: str) -> Callable[[bool], Codec]:
 
 
 def names() -> list[str]:
-    """Return all ways to compress gradients: the codecs, and power_sgd, which is none; see power_sgd.py."""
+    """Return the names of all gradient compressions: the codecs, and power_sgd, which is not a codec; see
+    power_sgd.py."""
     return sorted([*CODECS, power_sgd.NAME])
 
 
 def check_compression(name: str, others: Sequence[str] = ()) -> None:
-    """Raise ConfigError unless `name` is such a way, with an allowed setting, or one of `others`."""
+    """Raise ConfigError unless `name` is one of these, with an allowed setting, or one of `others`."""
     kind = name.partition(":")[0]
     if kind == power_sgd.NAME:
         power_sgd.rank_of(name)  # raises
@@ -72,7 +73,7 @@ def check_compression(name: str, others: Sequence[str] = ()) -> None:
 def make_codec(name: str) -> Codec:
     """Make the codec of that name, ready to run: compiled by Numba if it can be imported, otherwise in NumPy.
 
-    Both give the same bits, so ranks with and without Numba can work together. `codec.compiled` says which one it is.
+    Both give the same bits, so ranks with and without Numba can work together. `codec.compiled` tells which one it is.
     The first codec of a name takes one to two CPU seconds, to load Numba and to compile. No rank waits for another.
 
     Raises:

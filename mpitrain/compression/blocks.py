@@ -1,4 +1,4 @@
-"""The common part of codecs with blocks (int8, int4, sign): the reference in NumPy passes, rows of a block each."""
+"""The common part of codecs with blocks (int8, int4): the reference in NumPy passes, over rows of one block each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Write = Callable[[numpy.ndarray, slice, numpy.ndarray], None]
 Read = Callable[[numpy.ndarray, slice], numpy.ndarray]
 # Returns the values and the blocks to process at a time; see `pieces`.
 Cut = Callable[[int], Iterable[tuple[slice, slice]]]
-# Returns the values in the slice, which are those of some blocks, of the arrays in a wire.
+# Returns the values of the slice, which covers whole blocks, from the arrays in a wire.
 Decoded = Callable[[tuple[numpy.ndarray, ...], slice, slice], numpy.ndarray]
 DecodeOrAdd = Callable[[tuple[numpy.ndarray, ...], numpy.ndarray], None]
 
@@ -27,7 +27,11 @@ def twin(
     write: Write,
     read: Read,
 ) -> Passes:
-    """The passes of a codec with a scale for each block; int8.py has the rules."""
+    """The passes of a codec with a scale for each block; int8.py has the rules.
+
+    `largest_scale` is the largest float32 that is finite after a multiplication by `largest_code`. The quotient of the
+    largest float32 may be rounded up to a larger one.
+    """
     scratch = numpy.empty(PIECE_VALUES, numpy.float32)
     steps = numpy.float32(largest_code)
 
@@ -63,7 +67,7 @@ def twin(
 
 
 def decoding(cut: Cut, decoded: Decoded) -> tuple[DecodeOrAdd, DecodeOrAdd]:
-    """Return decode and add of Passes."""
+    """Return the functions decode and add of Passes."""
 
     def decode(wire: tuple[numpy.ndarray, ...], values: numpy.ndarray) -> None:
         for part, blocks in cut(values.size):

@@ -13,9 +13,9 @@ is rounded to the even one; 65520 lies halfway between the largest fp16 number a
     fp16 decodes    1.00390625     0.0999755859    infinity    0
     error           0              2.441e-05       0           1e-8
 
-A finite value beyond the format's range becomes infinity, as in every cast, so a sum that is too large shows. Every NaN
-becomes the same NaN. Within the range, the error is at most half a unit in the last place, and is exact in float32:
-value = decoded + error without rounding. decode is exact, so encoding again changes nothing.
+A finite value beyond the format's range becomes infinity, as in every cast, so a sum that is too large is visible.
+Every NaN becomes the same NaN. Within the range, the error is at most half a unit in the last place, and is exact in
+float32: value = decoded + error without rounding. decode is exact, so encoding again changes nothing.
 
 Cost: 2 bytes per value. Source: IEEE 754-2019, section 4.3.1 (rounding) and 3.6 (binary16); bfloat16: Kalamkar et al.,
 A Study of BFLOAT16 for Deep Learning Training, arXiv:1905.12322 (2019). Error feedback: Seide et al., 1-Bit Stochastic

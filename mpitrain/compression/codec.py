@@ -1,6 +1,6 @@
 """The interface of codecs: from float32 values to the bytes that travel, and back.
 
-All arrays are one-dimensional, contiguous and on the host. Sums are made in float32, never in the wire's format.
+All arrays are one-dimensional, contiguous and on the CPU. Sums are made in float32, never in the wire's format.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PIECE_VALUES = 65536
 
 
 class DeviceCode(NamedTuple):
-    """The kernels that code on a GPU, with the bits of the host's codec.
+    """The kernels that code on a GPU, with the same bits as the codec on the CPU.
 
     Attributes:
         file: the file in mpitrain/cuda/kernels; its kernels are `encode_NAME`, `decode_NAME` and `add_decoded_NAME`, by
@@ -34,14 +34,14 @@ class Codec(Protocol):
     name: str
     compiled: bool  # True: by Numba; False: NumPy passes, which give the same bits and are slower
     may_overflow: bool  # a finite value may become infinite
-    gathered: bool  # a sum is not coded again, so every rank gets the wires of all; otherwise see allreduce/direct.py
+    gathered: bool  # a sum is not coded again: every rank gets all wires; otherwise see allreduce/direct.py
     # The largest error of a decoded value in the codec's usual range, relative to the largest |value| of the array. The
     # contract tests refuse a bound of more than four times what they find.
     relative_error: float
-    # What was measured of the loss of trainings with it (docs/how-to/low-communication.md): "none" is lost, "rare"ly
-    # some, it "costs" some, or it was "not measured". `mpitrain plan` prints it.
+    # The measured effect on the training loss (docs/how-to/low-communication.md): "none", "rare" (seldom a loss),
+    # "costs" (a loss), or "not measured". `mpitrain plan` prints it.
     loss: CodecLoss
-    device_code: DeviceCode | None  # None: gradients on a GPU are coded on the host
+    device_code: DeviceCode | None  # None: gradients on a GPU are coded on the CPU
 
     def wire_bytes(self, count: int) -> int:
         """Return the number of bytes that `count` values take on the wire."""
@@ -56,7 +56,7 @@ class Codec(Protocol):
         Args:
             values: float32[n].
             wire: uint8[wire_bytes(n)].
-            error: float32[n]; either exactly the memory of `values`, or none of it.
+            error: float32[n]; either exactly the memory of `values`, or disjoint from it.
 
         Raises:
             ValueError: the arrays do not fit together.
@@ -72,7 +72,7 @@ class Codec(Protocol):
         ...
 
     def is_valid(self, wire: numpy.ndarray, values: numpy.ndarray) -> bool:
-        """Return whether `wire` can be decoded into `values`. decode and add do not check it."""
+        """Return whether `wire` can be decoded into `values`. decode and add do not check this."""
         ...
 
 
@@ -111,7 +111,7 @@ class ArrayCodec:
             loss: see Codec.
             may_overflow: see Codec.
             gathered: see Codec.
-            places_exist: looks, in the arrays of a wire of so many values, for places that decoding would write to.
+            places_exist: checks the places, in the arrays of a wire, to which decoding would write.
             device_file: the file in mpitrain/cuda/kernels with the codec's kernels, if there are any.
         """
         self.name = name

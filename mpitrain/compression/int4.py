@@ -30,7 +30,7 @@ The blocks are shorter than int8's, because so few steps leave most values of a 
 distributed values, the root mean square of the error is 10.8 % of that of the values with blocks of 64; 9.7 % with
 blocks of 32, for 11 % more bytes; 12.7 % with blocks of 256, for 8 % fewer.
 
-Cost: 0.5 + 4 / 64 = 0.5625 bytes per value. Source: as of int8.py; blocks of 64 for 4 bits: Dettmers et al., QLoRA,
+Cost: 0.5 + 4 / 64 = 0.5625 bytes per value. Source: as for int8.py; blocks of 64 for 4 bits: Dettmers et al., QLoRA,
 NeurIPS 2023 (with other codes, for weights at rest).
 """
 

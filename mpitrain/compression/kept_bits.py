@@ -1,7 +1,7 @@
 """The bits of blocks of kept values: levels, codes and places; quantised_top_k.py has the format.
 
-`pack` makes them of kept values and places, and `unpack` is the reverse, both for all blocks of a piece. The kernels of
-Numba and the NumPy passes give the same bits.
+`pack` makes them from kept values and places, and `unpack` does the reverse, both for all blocks of a piece. The
+kernels of Numba and the NumPy passes give the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _NAN = float32(numpy.nan)
 
 
 class Form(NamedTuple):
-    """Of a block: how many values it keeps, how many lower bits a place has, and how many bytes its bits fill."""
+    """The form of a block: how many values it keeps, how many lower bits a place has, and how many bytes its bits
+    fill."""
 
     kept: int
     low: int
@@ -28,12 +29,12 @@ class Form(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """The work on the blocks of a piece. The forms are of the blocks before the last one, and of the last one.
+    """The work on the blocks of a piece. One form is for all blocks but the last, the other for the last block.
 
     Attributes:
-        pack: of kept values and places, makes levels and bits; writes what is missing of a kept value into `error` in
-            its place, unless `error` is empty.
-        unpack: overwrites kept values and places with what levels and bits hold.
+        pack: makes levels and bits from kept values and places; writes the rest of each kept value into `error` at its
+            place, unless `error` is empty.
+        unpack: overwrites kept values and places with those in levels and bits.
     """
 
     pack: Callable[[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray, Form, Form], None]
@@ -62,7 +63,7 @@ def pack_top_k(
     halves: numpy.ndarray,
     part_of: numpy.ndarray,
 ) -> None:
-    """For Numba: code the kept values, and write what is missing of them into `error`, unless it is empty."""
+    """For Numba: code the kept values, and write their rest into `error`, unless it is empty."""
     num_levels = 1 << (bits - 1)
     num_blocks = levels.size // num_levels
     all_bits, level_bits = kept.view(uint32), levels.view(uint32)
@@ -81,7 +82,7 @@ def pack_top_k(
         while width < count:
             width *= 2
         for depth in range(bits if is_finite else 0):
-            for part in range((1 << depth) - 1, -1, -1):  # downwards, so that a new number is no one still to come
+            for part in range((1 << depth) - 1, -1, -1):  # downwards, so that a new number does not equal a later one
                 number = 0
                 halves[:width] = 0.0
                 for i in range(count):
@@ -134,7 +135,7 @@ def unpack_top_k(
     last: Form,
     bits: int,
 ) -> None:
-    """For Numba: overwrite `kept` and `places` with what the wire holds."""
+    """For Numba: overwrite `kept` and `places` with the content of the wire."""
     num_levels = 1 << (bits - 1)
     num_blocks = levels.size // num_levels
     all_bits, level_bits = kept.view(uint32), levels.view(uint32)
@@ -238,7 +239,7 @@ def twin(bits: int) -> Packing:
 
 
 def _means(sizes: numpy.ndarray, members: numpy.ndarray) -> numpy.ndarray:
-    """The mean of the members of each row, summed by halves; 0 for none."""
+    """The mean of the members of each row, summed by halves; 0 for a row without members."""
     halves = numpy.zeros((len(sizes), _power_of_two(sizes.shape[1])))
     numpy.copyto(halves[:, : sizes.shape[1]], sizes, where=members)
     half = halves.shape[1] // 2
@@ -250,7 +251,7 @@ def _means(sizes: numpy.ndarray, members: numpy.ndarray) -> numpy.ndarray:
 
 
 def _digits(numbers: numpy.ndarray, width: int) -> numpy.ndarray:
-    """The lowest bits of each number, one after the other, by rows."""
+    """The lowest bits of each number, concatenated, by rows."""
     bits = numbers[:, :, None] >> numpy.arange(width, dtype=numbers.dtype) & numbers.dtype.type(1)
     digits: numpy.ndarray = bits.reshape(len(numbers), -1)
     return digits

@@ -2,7 +2,7 @@
 Numba.
 
 These loops read each value once and process it while it is in a register. NumPy goes through memory for each operation.
-LLVM turns these loops into vector instructions because of the following:
+LLVM can turn these loops into vector instructions because of the following:
 
 - Blocks as slices, so that every index is a plain 0 to n.
 - Errors go to a small scratch array first. If `error` is the memory of `values`, a loop that reads one and writes the
@@ -14,8 +14,8 @@ LLVM turns these loops into vector instructions because of the following:
 NumPy's types are spelled out at every step, because Numba would otherwise turn 32-bit numbers into 64-bit ones.
 
 Nothing is cached on disk (`cache=True`): Numba reads, changes and writes the index of that cache without a lock. So two
-nodes with different CPUs that share a folder may store two programs under one name, and one of the nodes dies of an
-illegal instruction (see also Numba's issue 10128). Compilation takes about one CPU second per codec.
+nodes with different CPUs that share a folder may store two programs under one name, and one of the nodes crashes with
+an illegal instruction (see also Numba's issue 10128). Compilation takes about one CPU second per codec.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def can_compile() -> bool:
         import numba
     except ImportError:
         return False
-    config: Any = numba.config  # its names exist only at run time
+    config: Any = numba.config  # its attributes exist only at run time
     return not config.DISABLE_JIT
 
 
@@ -191,7 +191,7 @@ def add_int4(scales: numpy.ndarray, codes: numpy.ndarray, total: numpy.ndarray) 
 
 
 def encode_bf16(values: numpy.ndarray, words: numpy.ndarray, error: numpy.ndarray, scratch: numpy.ndarray) -> None:
-    """Add half of the range that is cut off first; one less if the last kept bit is 0, so that ties go to even."""
+    """First add half of the range that is cut off, or one less if the last kept bit is 0, so that ties go to even."""
     all_bits = values.view(uint32)
     for start in range(0, values.size, BLOCK_VALUES):
         stop = min(start + BLOCK_VALUES, values.size)

@@ -1,9 +1,9 @@
-"""power_sgd: a matrix as the product of two thin ones, m r + r n numbers for m n; r is 4 if nothing else is said.
+"""power_sgd: a matrix as the product of two thin ones, m r + r n numbers instead of m n; the default of r is 4.
 
-`power_sgd:2` is rank 2. It is no codec, because it needs the shapes of the gradients, and two sums in a row. A tensor
-of two or more dimensions is a matrix with one row for each first index. It is sent as it is if that takes no more
-numbers, and so are vectors. For the others, with the matrix M of each rank (its share of the mean, and what was left
-out before):
+`power_sgd:2` is rank 2. It is not a codec, because it needs the shapes of the gradients, and two sums in succession. A
+tensor of two or more dimensions is a matrix with one row for each first index. It is sent unchanged if that takes no
+more numbers, and so are vectors. For all others, with the matrix M of each rank (its share of the mean, plus its
+residual):
 
     P = sum of M Q          first sum; Q is that of the step before, so each step continues from the last (warm start)
     P = orthogonalise(P)    r columns of length 1
@@ -13,17 +13,18 @@ out before):
 
 Worked, rank 1, two ranks with M = u v^T and M = 3 u v^T, u = (3, 4), v = (1, 2, 2), and Q = (1, 0, 0): the ranks have
 M Q = (3, 4) and (9, 12), so P = (12, 16), and of length 1 it is (0.6, 0.8). M^T P is 5 v and 15 v, and Q = 20 v = (20,
-40, 40). P Q^T = 4 u v^T is the sum, and nothing is left out: a sum whose rank is no more than r is exact.
+40, 40). P Q^T = 4 u v^T is the sum, and the residual is 0: a sum whose rank is at most r is exact.
 
 Here P and Q are stored by columns: pt[c] is column c of P. A column of P that depends on the columns before it is 0 and
-adds nothing. A column of Q that became 0 begins anew. So a gradient of 0 does not end the training of its matrix.
+adds nothing. A column of Q that became 0 is initialised again. So a gradient of 0 does not end the training of its
+matrix.
 
 All sums have a fixed order, which products.py states, and the columns of P are made orthogonal in float64. So every
 rank, with Numba or without, makes the same P Q^T of the same numbers.
 
 Source: Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
-NeurIPS 2019, arXiv:1905.13727, algorithms 1 and 2. Theirs is the mean of ranks with equal weights, and orthogonalises
-once. Here Q is made orthogonal too, so that small gradients do not underflow in M Q.
+NeurIPS 2019, arXiv:1905.13727, algorithms 1 and 2. Their algorithm takes the mean of ranks with equal weights, and
+orthogonalises once. Here Q is made orthogonal too, so that small gradients do not underflow in M Q.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Matrix(NamedTuple):
     """A matrix that is sent as two factors.
 
     Attributes:
-        key: tells it from others, from step to step.
+        key: identifies it from step to step.
         begin: its place in the flat buffer, in elements.
         rank: the columns of its factors, at most `rows` and `columns`.
     """
@@ -65,7 +66,7 @@ class Matrix(NamedTuple):
 
 @dataclass
 class Plan:
-    """What a flat buffer consists of: the matrices, and the parts that are sent as they are."""
+    """The contents of a flat buffer: the matrices, and the parts that are sent unchanged."""
 
     matrices: list[Matrix] = field(default_factory=list)
     whole: list[slice] = field(default_factory=list)
@@ -86,7 +87,7 @@ def rank_of(name: str) -> int:
     """Return the rank that `power_sgd` or `power_sgd:RANK` asks for.
 
     Raises:
-        ConfigError: the text after the colon is no rank.
+        ConfigError: the text after the colon is not a rank.
     """
     _, colon, text = name.partition(":")
     if not colon:
@@ -115,7 +116,7 @@ def plan(tensors: Iterable[tuple[Hashable, tuple[int, ...]]], rank: int) -> Plan
 
 
 def first_factor(matrix: Matrix) -> numpy.ndarray:
-    """Return the Q, float32[rank, columns], of a first step: numbers between -1 and 1, the same on every machine."""
+    """Return the Q, float32[rank, columns], of the first step: numbers between -1 and 1, the same on every machine."""
     with numpy.errstate(over="ignore"):  # splitmix64: Steele, Lea and Flood, OOPSLA 2014
         bits = numpy.arange(1, matrix.rank * matrix.columns + 1, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)

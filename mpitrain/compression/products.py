@@ -1,9 +1,9 @@
 """Products with thin matrices for power_sgd.py, for Numba, and their twins in NumPy, which give the same bits.
 
-The order of each sum is fixed, as no library's product promises. It lets vector instructions work on many elements:
+The order of each sum is fixed, which no library's product guarantees. It allows vector instructions on many elements:
 
-- times and orthogonalise add in 128 lanes, which begin at 0: element i in lane i modulo 128. Then lane i and i + 64 are
-  added, i and i + 32, until one is left.
+- times and orthogonalise add in 128 lanes, which begin at 0: element i in lane i modulo 128. Then lanes i and i + 64
+  are added, then i and i + 32, until one remains.
 - transposed_times adds 32 rows, one after the other, from 0 on; then the sums of the rows 0 to 31, 32 to 63 and so on,
   one after the other, from 0 on.
 - product adds column after column.
@@ -124,7 +124,7 @@ def transposed_times_twin(matrix: numpy.ndarray, pt: numpy.ndarray, qt: numpy.nd
 
 
 def product(pt: numpy.ndarray, qt: numpy.ndarray, whole: numpy.ndarray, out: numpy.ndarray) -> None:
-    """Overwrite `out`, float32[m, n], with P Q^T; or with whole - P Q^T, if `whole` is no float32[0, n]."""
+    """Overwrite `out`, float32[m, n], with P Q^T; or with whole - P Q^T, unless `whole` is float32[0, n]."""
     rank = pt.shape[0]
     for i in range(out.shape[0]):
         row, factor, column = out[i], pt[0, i], qt[0]
@@ -158,7 +158,7 @@ def product_twin(pt: numpy.ndarray, qt: numpy.ndarray, whole: numpy.ndarray, out
 
 
 def orthogonalise(rows: numpy.ndarray, work: numpy.ndarray, lanes: numpy.ndarray) -> None:
-    """See power_sgd.Products. Gram and Schmidt's way in float64, twice: once is not enough for nearly equal rows."""
+    """See power_sgd.Products. The Gram-Schmidt process in float64, twice: once is not enough for nearly equal rows."""
     count = rows.shape[1]
     whole = count - count % LANES
     for c in range(rows.shape[0]):

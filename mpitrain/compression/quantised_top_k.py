@@ -26,9 +26,9 @@ A block of eight values, density 0.5, b = 2. Bits from the lowest on, so the byt
     error      -1   -1   0.5    0    0    1    0    0       added to the next step's values
 
 - Since levels are means, the sum of the squared errors is at most that of the values, whatever the values are. With
-  equally wide steps, one large value could make it larger, and the error feedback would not converge.
+  steps of equal width, one large value could make it larger, and the error feedback would not converge.
 - A mean is a sum in float64, made by halves: |value i| and |value i + h| are added for h = half of the least power of
-  two that is at least k, then for half of that, until one is left. So every machine rounds it alike.
+  two that is at least k, then for half of that, until one is left. So every machine rounds it in the same way.
 - Encoding what was decoded gives the same wire for b of 1 and 2. For 3 and 4, rounded levels may be split elsewhere.
 - Infinity or NaN in a block: as in top_k.py, with levels of NaN and codes of 0.
 
@@ -122,7 +122,7 @@ def places_exist(density: float, bits: int, arrays: tuple[numpy.ndarray, ...], c
 
 
 def passes(density: float, bits: int, *, compiled: bool) -> Passes:
-    """Let the passes of top_k.py find or spread the kept values of a piece, and code them in kept_bits.py's form."""
+    """Return passes in which top_k.py finds or spreads the kept values of a piece, and kept_bits.py codes them."""
     whole = form_of(density, bits, BLOCK_VALUES)
     choose: Passes = fast(density) if compiled else twin(density)
     coded: Packing = kept_bits.fast(bits, whole.kept) if compiled else kept_bits.twin(bits)

@@ -1,7 +1,7 @@
-"""top_k: of each block of 4096 values the largest, 1 % by default; all others wait for the next steps.
+"""top_k: the largest values of each block of 4096, 1 % by default; all others wait for later steps.
 
 `top_k:0.05` keeps 5 %. A block of n values keeps k = density x n, rounded to the nearest, but at least one: otherwise
-nothing of a short block would ever be sent. The wire has the kept values of all blocks, each block in order of the
+no value of a short block would ever be sent. The wire has the kept values of all blocks, each block in order of the
 place; then the places of these values in their blocks:
 
     | values of block 0: k float32 | values of block 1 | ... | places of block 0: k uint16 | places of block 1 | ...
@@ -24,8 +24,8 @@ right upper digit, then with the last 10 bits.
 
 Cost: 6 bytes for each kept value, so 0.06 bytes per value with 1 %. Source: Stich, Cordonnier and Jaggi, Sparsified SGD
 with Memory, NeurIPS 2018, arXiv:1809.07599 (top-k with k of at least 1, and error feedback); Aji and Heafield, Sparse
-Communication for Distributed Gradient Descent, EMNLP 2017. Their choice is among all values or those of a layer. In
-blocks, the error has the same bound: of the squares at most the part 1 - k/n.
+Communication for Distributed Gradient Descent, EMNLP 2017. They choose among all values or those of a layer. In blocks,
+the error has the same bound: at most the fraction 1 - k/n of the sum of squares.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def of_density(text: str) -> Callable[[bool], Codec]:
     """Return the factory for `top_k:TEXT`.
 
     Raises:
-        ConfigError: the text is no density.
+        ConfigError: the text is not a density.
     """
     try:
         density = float(text)
@@ -77,7 +77,7 @@ def of_density(text: str) -> Callable[[bool], Codec]:
         density = math.nan
     if not LOWEST <= density <= HIGHEST:
         raise ConfigError(
-            f"compression top_k:{text}: the density is {text!r}; allowed is the part of the values to send, from "
+            f"compression top_k:{text}: the density is {text!r}; allowed is the fraction of the values to send, from "
             f"{LOWEST:.5f} (one of {BLOCK_VALUES}) to {HIGHEST}, as in top_k:{DENSITY}"
         )
     return partial(top_k, density=density, name=f"top_k:{text}")

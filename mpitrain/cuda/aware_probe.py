@@ -1,4 +1,5 @@
-"""Check whether the MPI library accepts addresses of GPU memory. A child process tries it: if not, the process dies.
+"""Check whether the MPI library accepts addresses of GPU memory. A child process tries it, because a failure kills the
+process.
 
 The child sends a GPU array to itself. The result is kept in a file (~/.cache/mpitrain/cuda_aware.json), by a hash of
 the MPI library's content and of the settings that make it CUDA-aware or not. So each combination is tried once.
@@ -44,7 +45,7 @@ import sys
 import cupy
 cupy.cuda.Device(int(sys.argv[1])).use()
 from mpi4py import MPI
-count = 100_000  # beyond what libraries pass along with the envelope
+count = 100_000  # more than libraries send together with the envelope
 sent, received = cupy.full(count, 7, cupy.int32), cupy.zeros(count, cupy.int32)
 cupy.cuda.get_current_stream().synchronize()
 print("asking", flush=True)
@@ -86,7 +87,7 @@ def fingerprint(environ: Mapping[str, str]) -> str:
 
 
 def _ask(gpu_number: int) -> tuple[str, bool]:
-    """Return why not, or ""; and whether the result will be the same the next time."""
+    """Return why MPI does not accept GPU memory, or ""; and whether the result will be the same the next time."""
     environment = {name: text for name, text in os.environ.items() if not _is_launchers(name)}
     # -P: a child of Python's -c must not import files of the working folder.
     command = [sys.executable, "-P", "-c", _PROBE, str(gpu_number)]
@@ -109,7 +110,7 @@ def _ask(gpu_number: int) -> tuple[str, bool]:
 
 
 def _is_launchers(name: str) -> bool:
-    # PMIX_PREFIX and similar variables say where a library was moved to. The child needs them too.
+    # PMIX_PREFIX and similar variables locate a moved library. The child needs them too.
     return name.startswith(_LAUNCHERS) and not name.endswith("_PREFIX")
 
 

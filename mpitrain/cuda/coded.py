@@ -1,4 +1,5 @@
-"""coded: between nodes in a codec's form, encoded and decoded on the GPU, so that only wires go through the host.
+"""coded: sums compressed by a codec between nodes, encoded and decoded on the GPU, so that only wires go through the
+CPU.
 
 The two phases of direct.py. A rank adds the residual and encodes the others' segments on its GPU; the wires go down to
 page-locked memory and out; what arrives goes up and is added there, and the sum takes the same way back:
@@ -10,12 +11,12 @@ page-locked memory and out; what arrives goes up and is added there, and the sum
 Worked, two ranks with 1 2 and 10 20 and int8: rank 0 encodes its 2 and sends it, adds the 10 that comes to its 1, sends
 11 and decodes it itself; rank 1 does the same for 22.
 
-The pieces are those of window.py, the kernels have the bits of the host's codecs, and sums are made in the same order:
-so the results and the residuals are those of host arrays, bit for bit.
+The pieces are those of window.py, the kernels give the same bits as the CPU codecs, and sums are made in the same
+order: so results and residuals are bitwise identical to those of CPU arrays.
 
 Inside a node, sums are exact, directly from the ranks' GPU memory (peer.py), and each rank's lane codes its segment. If
-the ranks of a node cannot see each other's GPU memory, their gradients must meet on the host. Then the host also codes
-them, and copies are uncompressed (ThroughHost in staged.py).
+the ranks of a node cannot access each other's GPU memory, their gradients are summed on the CPU. Then the CPU also
+codes them, and copies are uncompressed (ThroughHost in staged.py).
 
 Cost a rank, of N bytes that the codec makes n of, m nodes: (m - 1)/m n down and up twice, where staged copies N each
 way; an event looked at for each piece, twice. Source: as direct.py.
@@ -49,25 +50,25 @@ _FLOAT32 = [numpy.dtype(numpy.float32)]
 
 
 def coded(world: World, codec: Codec, host: Sequential) -> DeviceSequential | ThroughHost:
-    """Make what sums float32 arrays of a GPU in a codec's form, as the setting `transport` asks for. Collective.
+    """Make the compressed sum of float32 GPU arrays for the setting `transport`. Collective.
 
     Args:
-        codec: a codec without kernels for GPUs runs on the host, with a message.
-        host: the same sum for host arrays, in case the GPU cannot code.
+        codec: a codec without kernels for GPUs runs on the CPU, with a message.
+        host: the same sum for CPU arrays, in case the GPU cannot code.
 
     Returns:
-        What codes on the GPU, or the way through the host.
+        The sum that codes on the GPU, or else the one through the CPU.
 
     Raises:
-        DeviceError: some rank has no GPU, or not the memory; or the transport that is asked for sends no codec's form
-            or is not possible. On every rank.
+        DeviceError: some rank has no GPU, or not the memory; or the requested transport cannot send compressed data or
+            is not possible. Raised on every rank.
     """
     if world.num_nodes == 1:  # nothing is sent, so nothing is compressed
         return make_transport(world)
     asked, name = world.config.transport, codec.name
     if codec.device_code is None:
         through = ThroughHost(world, name, host)
-        world.print(f"mpitrain: compression {name} has no kernels for GPUs: gradients are coded on the host")
+        world.print(f"mpitrain: compression {name} has no kernels for GPUs: gradients are coded on the CPU")
         return through
     if asked not in ("auto", "peer", "staged"):
         why = f"it sends no compressed gradients; use auto, peer or staged with compression {name}, or no compression"
@@ -75,7 +76,7 @@ def coded(world: World, codec: Codec, host: Sequential) -> DeviceSequential | Th
     alone = world.num_nodes == world.size
     if alone or asked != "staged":
         place = DevicePlace(world)
-        # Too little memory is an error, not a reason for another way.
+        # Too little memory is an error, not a reason to use another path.
         between = coded_steps(world, place, lane(world), name)
         if alone and asked != "peer":
             return DeviceSequential(world, place, name, between, dtypes=_FLOAT32)
@@ -85,14 +86,14 @@ def coded(world: World, codec: Codec, host: Sequential) -> DeviceSequential | Th
         except DeviceError as error:
             if asked == "peer" or not error.known_everywhere:
                 raise
-            world.print(f"mpitrain: compression {name} on the host, like the sums in a node: {error}")
+            world.print(f"mpitrain: compression {name} on the CPU, like the sums in a node: {error}")
     return ThroughHost(world, name, host)
 
 
 def coded_steps(world: World, place: DevicePlace, group: Group | None, codec: str) -> Steps:
     """The two phases over the group. Collective in the world.
 
-    `group` is None where this rank takes no part in a sum.
+    `group` is None if this rank takes no part in a sum.
     """
     slots = _make_slots(world, place, group, codec)
     if group is None:
@@ -110,7 +111,7 @@ def coded_steps(world: World, place: DevicePlace, group: Group | None, codec: st
         own = flat[parts[members.index]]
 
         def encoded(offset: int) -> numpy.ndarray:
-            """The encoded bytes on the host. They are complete once `slot.down` has happened."""
+            """The encoded bytes in CPU memory. They are complete once `slot.down` has happened."""
             part = parts[(members.index + offset) % members.size]
             values, error = flat[part], None
             if residual is not None:
@@ -127,7 +128,7 @@ def coded_steps(world: World, place: DevicePlace, group: Group | None, codec: st
             copy(on_device.data.ptr, address(wire), wire.size, runtime.memcpyHostToDevice)
             return on_device
 
-        # The data that arrived last in this slot may still be on the way up.
+        # The data that arrived last in this slot may still be on its way to the GPU.
         yield from _over(lambda: happened(slot.up))
         size = wire_bytes(codec, own.size)
         arrived = [slot.host_received[offset][:size] for offset in others]
@@ -167,13 +168,13 @@ def coded_steps(world: World, place: DevicePlace, group: Group | None, codec: st
 
 
 class _Slot(NamedTuple):
-    """What the pieces of one number need, one after the other; wires by the distance of the rank."""
+    """The memory that pieces with the same slot number use in turn; wires by the distance of the rank."""
 
     sent: list[Array]
     received: list[Array]
     host_sent: list[numpy.ndarray]
     host_received: list[numpy.ndarray]
-    down: Any  # an event: what is to be sent is on the host
+    down: Any  # an event: the data to send is in CPU memory
     up: Any  # what has arrived is on the GPU
 
 
@@ -200,7 +201,7 @@ def _make_slots(world: World, place: DevicePlace, group: Group | None, codec: st
 
 
 def _over(is_over: Callable[[], bool]) -> Iterator[bool]:
-    """Yields False while it is not, True once when it is."""
+    """Yields False while an event has not happened, and True once when it has."""
     while not is_over():
         yield False
     yield True

@@ -1,4 +1,4 @@
-"""The GPU of this rank, and the array module with which it computes.
+"""This rank's GPU, and the array module with which it computes.
 
 The GPU is the one that `mpitrain run --hosts a/cuda:0-3x2` gave to the rank. Without that, its number is the local rank
 modulo the number of GPUs. If there are more ranks than GPUs, ranks share a GPU. This is allowed, and reported once.
@@ -75,7 +75,7 @@ def cupy_module() -> Any:
 
 
 def bound() -> Gpu | None:
-    """Return the GPU that `bind` has returned in this process; None: it has none."""
+    """Return the GPU that `bind` returned in this process; None: there is none."""
     return _bound
 
 
@@ -107,7 +107,7 @@ def bind(world: World) -> Gpu:
 
 
 def own_gpu(world: World) -> Gpu | None:
-    """Return this rank's GPU. None: it has none that can be used, which `bind` says on every rank. Not collective."""
+    """Return this rank's GPU. None: there is no usable one, which `bind` reports on every rank. Not collective."""
     if _bound is not None:
         return _bound
     try:
@@ -131,7 +131,7 @@ def open_gpu(given: str, local_rank: int) -> Gpu:
         local_rank: the local rank of this process.
 
     Raises:
-        DeviceError: the GPU cannot be used. The error says why and what to do.
+        DeviceError: the GPU cannot be used. The error gives the reason and what to do.
     """
     if given == "cpu":
         raise DeviceError("--hosts gave this rank no GPU (cpu), but one is requested; give all ranks a GPU, or none")
@@ -167,7 +167,8 @@ def open_gpu(given: str, local_rank: int) -> Gpu:
 
 
 def _num_gpus(runtime: Any) -> int:
-    """Return the number of GPUs that CUDA sees, at least 1. To import CuPy proves nothing: that works without a GPU."""
+    """Return the number of GPUs that CUDA sees, at least 1. Importing CuPy proves nothing, because that works without a
+    GPU."""
     driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     if driver == 0:
         raise DeviceError("there is no NVIDIA driver on this machine; install one, or compute on the CPU")

@@ -1,4 +1,4 @@
-"""What the errors of CuPy, CUDA and PyTorch mean: a GPU is lost, or its memory has run out.
+"""The meaning of errors of CuPy, CUDA and PyTorch: a GPU is lost, or its memory has run out.
 
 A lost GPU is off the bus, or its memory is broken. No call on it succeeds any more.
 """
@@ -20,24 +20,25 @@ REMEDY = (
 )
 
 # Errors of CUDA that a program does not cause, as they are listed for cudaError_t in the manual of CUDA's runtime API.
-# DevicesUnavailable (46) and NoDevice (100) are not among them: these come before a process has used a GPU, mostly
-# because of a wrong CUDA_VISIBLE_DEVICES, or a GPU that another process has for itself.
+# DevicesUnavailable (46) and NoDevice (100) are not among them: these occur before a process has used a GPU, mostly
+# because of a wrong CUDA_VISIBLE_DEVICES, or a GPU that another process uses exclusively.
 _OF_THE_DEVICE = {
     214: "cudaErrorECCUncorrectable",
     220: "cudaErrorNvlinkUncorrectable",
     714: "cudaErrorHardwareStackError",
-    999: "cudaErrorUnknown",  # the driver's word for a GPU that does not answer
+    999: "cudaErrorUnknown",  # the driver's status for a GPU that does not answer
 }
 
 
-# What is raised for lack of GPU memory: CuPy's pool raises the first, CUDA the second.
+# The exceptions for lack of GPU memory: CuPy's pool raises the first, CUDA the second.
 SHORTAGES = (MemoryError, RuntimeError)
 
 
 def lost_gpu(error: BaseException, world: World) -> str:
-    """Say which GPU of this rank is lost, and how that showed; "": `error`, with its causes, is not the loss of a GPU.
+    """Describe which GPU of this rank is lost, and how that showed; "": `error`, with its causes, is not the loss of a
+    GPU.
 
-    `error` is of CuPy or PyTorch.
+    `error` comes from CuPy or PyTorch.
     """
     for cause in causes_of(error):
         if name := _OF_THE_DEVICE.get(_status(cause)):
@@ -47,12 +48,12 @@ def lost_gpu(error: BaseException, world: World) -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether `error` itself, of CuPy or PyTorch, says that a GPU is lost. Only the rank of that GPU must have it."""
+    """Whether `error` itself, of CuPy or PyTorch, means that a GPU is lost. It must come from the rank of that GPU."""
     return _status(error) in _OF_THE_DEVICE
 
 
 def _status(error: BaseException) -> int:
-    """Return CUDA's number of an error of CuPy or PyTorch; 0: it is none."""
+    """Return CUDA's number of an error of CuPy or PyTorch; 0: it is not a CUDA error."""
     if (cupy := sys.modules.get("cupy")) and isinstance(
         error, cupy.cuda.runtime.CUDARuntimeError | cupy.cuda.driver.CUDADriverError
     ):
@@ -74,7 +75,7 @@ def is_shortage(error: BaseException) -> bool:
 
 @contextmanager
 def memory_explained() -> Iterator[None]:
-    """A context in which CuPy's error for lack of memory becomes one that says what is free and what to change.
+    """A context in which CuPy's error for lack of memory becomes one that names the free memory and what to change.
 
     Raises:
         DeviceError: memory ran out on this rank. The other ranks end with it, as after every error of a single rank.
@@ -87,7 +88,7 @@ def memory_explained() -> Iterator[None]:
 
 
 def explain_shortage(error: BaseException) -> None:
-    """If `error`, one of SHORTAGES, is for lack of GPU memory, raise one that says what is free and what to change.
+    """If `error`, one of SHORTAGES, is for lack of GPU memory, raise one that names the free memory and what to change.
 
     Raises:
         DeviceError: see memory_explained.

@@ -1,4 +1,4 @@
-"""Memory for transfers: page-locked memory of the host, and GPU memory that other processes can open.
+"""Memory for transfers: page-locked CPU memory, and GPU memory that other processes can open.
 
 Memory for other processes is allocated separately (cudaMalloc): the handle of an array from CuPy's pool would be that
 of the whole block around it (CuPy issue 9436).
@@ -24,7 +24,7 @@ PAGE_BYTES = 4096
 
 @contextmanager
 def explained(problem: str, remedy: str = "") -> Iterator[None]:
-    """A context in which an error of CUDA becomes one of which all ranks may hear, with its problem and remedy.
+    """A context in which a CUDA error becomes one that all ranks may raise, with the problem and a remedy.
 
     Raises:
         DeviceError: the call has failed.
@@ -39,7 +39,7 @@ def explained(problem: str, remedy: str = "") -> Iterator[None]:
 
 
 def pinned(num_bytes: int) -> numpy.ndarray:
-    """Return page-locked host memory, uint8[num_bytes], uninitialised. The GPU copies it while the host continues."""
+    """Return page-locked host memory, uint8[num_bytes], uninitialised. The GPU copies it while the CPU continues."""
     with explained(f"cannot allocate {num_bytes:,} bytes of page-locked memory", "; see free -h"):
         memory = cupy_module().cuda.alloc_pinned_memory(max(num_bytes, 1))  # rounds up
     return numpy.frombuffer(memory, numpy.uint8, max(num_bytes, 1))[:num_bytes]
@@ -68,8 +68,8 @@ def raw(gpu: Gpu, num_bytes: int, purpose: str) -> Any:
     """Allocate a separate block of the GPU's memory, a cupy.cuda.Memory, uninitialised.
 
     Raises:
-        DeviceError: there is not enough memory, and the error says how much is free, and which setting to change; or
-            the allocation has failed otherwise.
+        DeviceError: there is not enough memory, and the error gives the free memory and the setting to change; or the
+            allocation failed for another reason.
         CUDARuntimeError: the GPU itself is lost. This rank alone must end with it.
     """
     cupy = cupy_module()

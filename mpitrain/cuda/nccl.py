@@ -1,4 +1,4 @@
-"""nccl: NVIDIA's own library, through CuPy, where it is installed and every rank has a GPU of its own.
+"""nccl: NVIDIA's own library, through CuPy, if it is installed and every rank has its own GPU.
 
     rank 0: GPU a --+                      one ring or tree, chosen by NCCL for the links that it finds:
     rank 1: GPU b --+-- NCCL               NVLink, PCIe, InfiniBand, TCP
@@ -6,10 +6,10 @@
 
 Worked, two ranks with 1 2 and 10 20: one call on each rank's communication stream; both then have 11 22.
 
-The call only puts work on the stream, so the host is free at once. MPI only carries NCCL's id of the job.
+The call only queues work on the stream, so the CPU continues at once. MPI only transfers NCCL's id of the job.
 
 Cost a rank: with NCCL's ring 2(p-1)/p of the buffer's bytes sent and received. All ranks have the same bits, as each
-sum is made in one place and copied. NCCL sums no 16-bit integers. Its own settings are the NCCL_* variables.
+sum is made in one place and copied. NCCL does not sum 16-bit integers. Its own settings are the NCCL_* variables.
 
 Source: NVIDIA, NCCL user guide, ncclAllReduce; cupy.cuda.nccl.
 """

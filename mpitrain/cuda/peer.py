@@ -1,4 +1,4 @@
-"""peer: ranks of one node add up their segments directly in each other's GPU memory; nothing goes through the host.
+"""peer: ranks of one node add up their segments directly in each other's GPU memory; nothing goes through the CPU.
 
 Buckets live in memory that the GPUs of the node see (cuda/peers.py): of one GPU that several ranks share, or of several
 GPUs with NVLink or PCIe between them. Each rank owns one segment. It reads that segment of everybody's buffer, adds as
@@ -56,11 +56,11 @@ T = TypeVar("T")
 
 
 def peer(world: World, place: DevicePlace | None = None) -> DeviceSequential:
-    """Right out of the GPU memory of the node's ranks. See Algorithm for the contract; arrays are CuPy's.
+    """The sum directly from the GPU memory of the node's ranks. See Algorithm for the contract; arrays are CuPy's.
 
     Raises:
         DeviceError: some rank has no GPU, or cannot open the memory or the events of another one on its node; or every
-            rank is alone on its node. On every rank.
+            rank is alone on its node. Raised on every rank.
     """
     place = place or DevicePlace(world)
 

@@ -1,4 +1,4 @@
-"""GPU memory that all ranks of a node share: what one rank writes, the others read without a copy (CUDA IPC).
+"""GPU memory that all ranks of a node share: data that one rank writes, the others read without a copy (CUDA IPC).
 
 Each rank makes a block of its own (cudaMalloc) and opens the others' blocks. This module follows these rules of CUDA:
 
@@ -66,9 +66,9 @@ class _Held:
     opened: dict[int, list[int]] = field(default_factory=dict)  # the mates' blocks, by the same address
 
 
-# Resources of objects that are gone. To close and free them waits for the GPU, which may wait for a mate, which may
-# wait for this host. So this happens not during garbage collection, at any point of the program, but in the next
-# allocation, when no message is on its way.
+# Resources of deleted objects. Closing and freeing them waits for the GPU, which may wait for a mate, which may wait
+# for this rank. So it must not happen during garbage collection, at any point of the program. It happens in the next
+# allocation, when no message is in flight.
 _left: list[_Held] = []
 
 

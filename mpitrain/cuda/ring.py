@@ -1,4 +1,4 @@
-"""aware: a ring by an MPI library that takes addresses of GPU memory, with additions of our own.
+"""aware: a ring through an MPI library that accepts addresses of GPU memory, with mpitrain's own additions.
 
 The ring of ring.py, over GPU memory: in the first half each rank adds what comes from its left neighbour to a segment
 and passes it on; in the second half the finished segments go round.
@@ -14,8 +14,8 @@ directly from the network card (GPUDirect RDMA). In most libraries, the CPU comp
 MPI knows nothing of streams. So the host checks that the buffer is filled before it sends the first piece, and that a
 sum is complete before it passes the sum on. It starts an addition after MPI has completed the message.
 
-Cost a rank: 2(p-1)/p of the buffer's bytes sent and received, (p-1)/p of its elements added, an event looked at for
-each piece. Each sum is made in one place and copied from there: the same bits on every rank.
+Cost a rank: 2(p-1)/p of the buffer's bytes sent and received, (p-1)/p of its elements added, an event checked for each
+piece. Each sum is made in one place and copied from there: the same bits on every rank.
 
 Source: as ring.py; what MPI promises for GPU memory: each library's documentation, and mpi4py's on GPU-aware MPI.
 """
@@ -51,7 +51,7 @@ def aware(world: World, place: DevicePlace | None = None) -> DeviceSequential:
     """Through a CUDA-aware MPI. See Algorithm for the contract; arrays are CuPy's.
 
     Raises:
-        DeviceError: some rank has no GPU, or its MPI library takes no GPU memory. On every rank.
+        DeviceError: some rank has no GPU, or its MPI library does not accept GPU memory. Raised on every rank.
     """
     place = place or DevicePlace(world)
     # One rank of a node answers for all, because they have one library.

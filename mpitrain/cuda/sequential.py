@@ -111,7 +111,7 @@ class DeviceSequential:
         """See Algorithm.
 
         Raises:
-            DeviceError: some rank's GPU has not the memory. On every rank.
+            DeviceError: some rank's GPU lacks the memory. Raised on every rank.
         """
         self._world.queue.finish()
         return self.allocate_here(count, dtype)
@@ -187,7 +187,8 @@ def check_device_flat(flat: Array, gpu: Gpu, dtypes: Sequence[numpy.dtype] = DTY
 
 
 def outlived_by(world: World) -> str:
-    """Why no transport is possible whose work on a GPU waits for that of other ranks. "" unless ranks may be lost."""
+    """Return why transports whose GPU work waits for that of other ranks are not possible; "" unless ranks may be
+    lost."""
     if world.committer is None:
         return ""
     return "with --recover the ranks continue without a lost one, but work on a GPU would wait for it; use staged"

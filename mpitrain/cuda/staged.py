@@ -1,4 +1,4 @@
-"""staged: through page-locked host memory, piece by piece, so that copies both ways and the network work at once.
+"""staged: through page-locked CPU memory, piece by piece, so that copies in both directions overlap with the network.
 
 A buffer is cut into pieces. Each goes down to the host, is summed there by the host arrays' algorithm (the setting
 `algorithm`), and goes up again. A few slots of host memory are used in turn:
@@ -61,7 +61,7 @@ def staged_steps(world: World, place: DevicePlace, host_sum: Steps, memory: Algo
     Args:
         world: for errors that all ranks raise.
         place: the GPU, and the stream that the copies follow, and that follows the copies.
-        host_sum: replaces a host array by its sum. If it sends a compressed form, the residual is on the host too.
+        host_sum: replaces a host array by its sum. If it compresses, the residual is also in CPU memory.
         memory: makes host memory in which `host_sum` needs no copy.
     """
     gpu, runtime = place.gpu, cupy_module().cuda.runtime
@@ -109,19 +109,20 @@ def staged_steps(world: World, place: DevicePlace, host_sum: Steps, memory: Algo
 
 
 class ThroughHost:
-    """Sums of buffers on GPUs that the host makes of copies of whole buffers: for codecs without kernels, for example.
+    """Sums of GPU buffers that the CPU computes from copies of whole buffers: for codecs without kernels, for example.
 
-    The bits are those of host arrays, and so is what a codec leaves out, which stays on the host.
+    Results and residuals are bitwise identical to those of CPU arrays. The residuals stay in CPU memory.
     """
 
     def __init__(self, world: World, name: str, memory: Algorithm) -> None:
         """Collective. `memory` makes the host's copies.
 
         Raises:
-            DeviceError: some rank has no GPU, or the setting `transport` asks for another way. On every rank.
+            DeviceError: some rank has no GPU, or the setting `transport` asks for another transport. Raised on every
+                rank.
         """
         asked, place = world.config.transport, DevicePlace(world)
-        problem = f"compression {name} is made on the host; use auto or staged with it"
+        problem = f"compression {name} runs on the CPU; use auto or staged with it"
         refuse(world, asked, "" if asked in ("auto", "staged") else problem)
         self._transport = DeviceSequential(world, place, name)
         self._world, self._memory = world, memory
@@ -130,7 +131,7 @@ class ThroughHost:
         """Make a buffer on the GPU, and its copy on the host. Collective.
 
         Raises:
-            DeviceError: some rank has not the memory, on its GPU or page-locked. On every rank.
+            DeviceError: some rank lacks the memory, on its GPU or page-locked. Raised on every rank.
         """
         flat = self._transport.allocate(count, dtype)
         (copy,) = _page_locked(self._world, self._memory, count * dtype.itemsize, 1)
@@ -152,7 +153,7 @@ class ThroughHost:
 
 
 def piece_bytes(num_bytes: int) -> int:
-    """The piece size for a buffer of so many bytes: a multiple of every dtype's size, the same on all ranks."""
+    """The piece size for a buffer of `num_bytes` bytes: a multiple of every dtype's size, the same on all ranks."""
     aimed = -(-num_bytes // _PIECES)
     return min(max(-(-aimed // 4096) * 4096, SMALLEST_PIECE_BYTES), LARGEST_PIECE_BYTES)
 

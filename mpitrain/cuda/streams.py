@@ -44,7 +44,7 @@ def working_on(gpu: Gpu, stream: Any) -> Iterator[None]:
 
 
 def mark(gpu: Gpu, stream: Any = None) -> Any:
-    """Return an event that happens when the present work of the stream (default: this thread's current) is done."""
+    """Return an event that happens when the current work of the stream (default: this thread's current) is done."""
     event = make_event(gpu)
     with gpu.current():
         event.record(stream or cupy_module().cuda.get_current_stream())
@@ -74,7 +74,7 @@ def follow(gpu: Gpu, event: Any) -> None:
 
 
 def wait_for_work(array: Array) -> None:
-    """If the array is on a GPU, wait until the present work of this thread's current stream is done."""
+    """If the array is on a GPU, wait until the current work of this thread's current stream is done."""
     if is_device_array(array):
         with array.device:
             cupy_module().cuda.get_current_stream().synchronize()

@@ -112,7 +112,7 @@ def possible(world: World, factories: Mapping[str, Factory]) -> tuple[dict[str, 
 
 
 def fastest(world: World, factories: Mapping[str, Factory]) -> DeviceSequential:
-    """All possible ones behind one. See Algorithm for the contract.
+    """Combine all possible transports in one. See Algorithm for the contract.
 
     Raises:
         DeviceError: some rank has no GPU, or none of the transports is possible. On every rank.
@@ -166,25 +166,26 @@ def _seconds(world: World, transport: DeviceSequential, num_bytes: int) -> float
 
 
 def exact_staged(world: World, host: ExactSum, transport: str | None = None) -> DeviceSequential:
-    """Make the exact sum of arrays on GPUs out of that of host arrays: through the host, as in staged.py. Collective.
+    """Make the exact sum of GPU arrays from that of CPU arrays: through the CPU, as in staged.py. Collective.
 
     The results have the bits of host arrays, because every sum is rounded once, whatever pieces it is made in. With one
     rank, too: there, it makes -0 to +0, and all NaNs equal. Cost a rank: N bytes down, N bytes up, and what the exact
     sum on the host costs.
 
     Args:
-        transport: the one that is asked for; default: the world's setting.
+        transport: the requested one; default: the world's setting.
 
     Raises:
         ConfigError: there is no such transport.
-        DeviceError: it does not go through the host; or some rank has no GPU, or no page-locked memory. On every rank.
+        DeviceError: it does not go through the CPU; or some rank has no GPU, or no page-locked memory. Raised on every
+            rank.
         MismatchError: the ranks ask for different ones.
     """
     asked = world.config.transport if transport is None else transport
     check_transport(asked)
     world.agree("make an exact sum of arrays on GPUs", [asked])
     if asked not in ("auto", "staged"):
-        refuse(world, asked, "exact sums are made on the host; use auto or staged with reduction=exact")
+        refuse(world, asked, "exact sums are made on the CPU; use auto or staged with reduction=exact")
     place = DevicePlace(world)
     steps = staged_steps(world, place, host.steps, host)
     return DeviceSequential(world, place, "exact staged", steps, dtypes=FLOATS, alone=True)

@@ -5,6 +5,6 @@
     sockets of launchers ─> live jobs ───────────────────┤
     results that commands have kept, checkpoints ────────┘
 
-The records are the truth. The index is made from them, and can be removed at any time. Starlette and uvicorn are
+The records are authoritative. The index is made from them, and can be removed at any time. Starlette and uvicorn are
 imported here and nowhere else, and no rank imports this package.
 """

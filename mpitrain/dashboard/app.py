@@ -1,4 +1,4 @@
-"""What the server answers: pages, runs, curves, a stream of what changes, and what jobs say to commands."""
+"""The answers of the server: pages, runs, curves, a stream of changes, and the answers of jobs to commands."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Routes:
         return {"runs": runs, "num_runs": len(runs), "problem": self._catalogue.problem, "role": role}
 
     async def run(self, request: Request) -> Response:
-        """Answer all that is known of a run, besides its curves."""
+        """Answer with everything known of a run, apart from its curves."""
         run, job = await self._run(request.path_params["id"])
         answer = {
             "run": self._catalogue.summary(run, job),
@@ -132,8 +132,8 @@ class Routes:
         return run, job
 
     async def series(self, request: Request) -> Response:
-        """Answer curves: `name` (one or more), `from` and `to` (steps), `pixels`; with `mean`, means of so many columns
-        in place of the extremes of pixels.
+        """Answer curves: `name` (one or more), `from` and `to` (steps), `pixels`; with `mean`, means of this many
+        columns instead of the extremes of pixels.
         """
         query = request.query_params
         names = query.getlist("name")[:_MOST_NAMES]
@@ -166,7 +166,7 @@ class Routes:
         return StreamingResponse(lines, media_type="text/csv", headers=headers)
 
     async def before(self, request: Request) -> Response:
-        """Answer how a run compares with the last run of its script before it; null: there is none."""
+        """Answer with a comparison with the previous run of its script; null: there is none."""
         run, _ = await self._run(request.path_params["id"])
         return _json(await asyncio.to_thread(self._catalogue.before, run) if run else None)
 
@@ -200,7 +200,8 @@ class Routes:
         return _json({**known, "hosts": await asyncio.to_thread(self._cluster.hosts)})
 
     async def tell(self, request: Request) -> Response:
-        """Tell a job something (POST), or answer what it can be told (GET). The answer is that of its launcher."""
+        """Send a command to a job (POST), or answer with the commands that it accepts (GET). The answer is that of its
+        launcher."""
         _refuse_viewers(request)
         _, job = await self._run(request.path_params["id"])
         if request.method != "POST":  # not an error: a page asks again and again, and a job may end at any time
@@ -216,7 +217,7 @@ class Routes:
         return _json(await self._commands.tell(job, order))
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body of a request. At the end of the dashboard, nobody waits for the rest of one."""
+        """Return the body of a request. When the dashboard ends, the rest of one is not waited for."""
         body, end = asyncio.create_task(_read(request)), asyncio.create_task(self._ending.wait())
         try:
             await asyncio.wait({body, end}, return_when=asyncio.FIRST_COMPLETED)
@@ -236,7 +237,7 @@ class Routes:
         return _json(await self._outputs.lines(job, query.get("ranks", ""), query.get("text", ""), folder, of_job))
 
     async def compare(self, request: Request) -> Response:
-        """Answer in what the runs `runs` (ids, separated by commas) differ."""
+        """Answer with the differences between the runs `runs` (ids, separated by commas)."""
         ids = [one for one in request.query_params.get("runs", "").split(",") if one]
         runs, documents = [], []
         names: dict[str, None] = {}
@@ -245,7 +246,8 @@ class Routes:
             runs.append(self._catalogue.summary(run, job))
             documents.append(run.document if run else None)
             names |= dict.fromkeys(run.names if run else ())
-        return _json({"runs": runs, "names": list(names), "differences": differences(documents), "asked": len(ids)})
+        facts = differences(documents, [run["folder"] for run in runs])
+        return _json({"runs": runs, "names": list(names), "differences": facts, "asked": len(ids)})
 
     async def stream(self, request: Request) -> Response:
         """Answer server-sent events, whenever something changes: the list of runs; with `run`, what is new of one; with
@@ -264,7 +266,7 @@ class Routes:
         return StreamingResponse(lines, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
     async def _events(self, texts: AsyncIterator[str]) -> AsyncIterator[str]:
-        """Iterate over a message for each ring of the bell: the next text, if it is another one than before."""
+        """Iterate over a message for each ring of the bell: the next text, if it has changed."""
         bell, before, count = self._catalogue.bell, "", -1
         while True:
             count = await bell.wait(count, _SILENCE_SECONDS)

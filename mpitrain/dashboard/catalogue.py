@@ -36,13 +36,13 @@ class Bell:
         self._event = asyncio.Event()
 
     def ring(self) -> None:
-        """Wake all who wait."""
+        """Wake all waiting tasks."""
         self.count += 1
         event, self._event = self._event, asyncio.Event()
         event.set()
 
     async def wait(self, count: int, timeout_seconds: float) -> int:
-        """Return the new count as soon as it is not `count` any more; or the old one, after this time."""
+        """Return the new count as soon as it differs from `count`; or the old one, after this time."""
         if self.count == count:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._event.wait(), timeout_seconds)
@@ -95,7 +95,7 @@ class Catalogue:
                 watch.end()
 
     def _look_for_folders(self) -> None:
-        """Watch the folders in which jobs write, and leave those to one thread whose jobs have ended."""
+        """Watch the folders in which jobs write, and leave those whose jobs have ended to one thread."""
         written = {Path(folder) for job in self._jobs() if isinstance(folder := job.look.get("record"), str)}
         for folder in written:
             if folder not in self._of_jobs:
@@ -173,7 +173,7 @@ class Catalogue:
         return runs
 
     def find(self, id_: str) -> tuple[IndexedRun | None, ShownJob | None]:
-        """Return a run and its job, each as far as it is there."""
+        """Return a run and its job; None for either that does not exist."""
         jobs = self._jobs()
         folders = self._folders()
         if not id_.startswith(OF_JOB):
@@ -187,7 +187,7 @@ class Catalogue:
         return next((run for run in runs if run.document and OF_JOB + run.document.job == id_), None), None
 
     def summary(self, run: IndexedRun | None, job: ShownJob | None) -> dict[str, Any]:
-        """Return the summary of what `find` has returned; one of both must be there."""
+        """Return the summary of what `find` has returned; at least one of the two must exist."""
         if run is not None:
             return summary_of_run(run, job)
         assert job is not None
@@ -232,16 +232,12 @@ class Catalogue:
             "id": other.id,
             "name": earlier["name"],
             "speeds": [now["speed"], earlier["speed"]],
-            "differences": [
-                one
-                for one in differences([other.document, run.document])
-                if Path(run.folder).name not in str(one["values"][1])  # where each run writes says nothing
-            ],
+            "differences": differences([other.document, run.document], [other.folder, run.folder]),
             **against(run, other, best_until),
         }
 
     def note(self, run: IndexedRun, notes: RunNotes) -> None:
-        """Write what somebody has noted of a run.
+        """Write the notes that a user has made on a run.
 
         Raises:
             OSError: the file cannot be written.

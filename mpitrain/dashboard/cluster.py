@@ -1,6 +1,6 @@
 """The hosts of this user: those of the inventory, those that were checked, and those of jobs, with their load.
 
-Nothing here logs in anywhere. A load is what the agents of a job say, so it is known only where a job runs.
+Nothing here logs in anywhere. A load is reported by the agents of a job, so it is known only where a job runs.
 """
 
 from __future__ import annotations

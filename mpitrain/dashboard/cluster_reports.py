@@ -153,7 +153,7 @@ def _table(rows: Any, size: int) -> list[list[float | None]]:
 
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{value!r:.40} is no number of at least 0")
+        raise ValueError(f"{value!r:.40} is not a number of at least 0")
     return value
 
 

@@ -1,7 +1,7 @@
-"""What operators tell jobs from a page, as `mpitrain tell` and `kill` do, and what ranks have printed.
+"""Commands that operators send to jobs from a page, as `mpitrain tell` and `kill` do, and the output of ranks.
 
-An answer may take a minute, because an order is applied after a step. So a thread waits for each, and the server goes
-on. The launcher decides what can be done; nothing here knows better.
+An answer may take a minute, because a command is applied after a step. So a thread waits for each, and the server
+continues. Only the launcher decides what can be done.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Commands:
         self._is_ending = False
 
     def end(self) -> None:
-        """Wait for no answer any more: the dashboard ends. The jobs have their commands."""
+        """Stop waiting for answers, because the dashboard ends. The jobs have received their commands."""
         self._is_ending = True
         for one in (*self._told, *self._lists.values()):
             if not one.done():
                 one.set_result(_ENDS)
 
     def why_not(self) -> str:
-        """Return why no command is passed on now; "": the next one is."""
+        """Return why commands are not passed on now; "": the next one will be."""
         if len(self._begun) == _MOST_A_SECOND and time.monotonic() - self._begun[0] < 1.0:
             return f"{_MOST_A_SECOND} commands a second are passed on, of all operators together; wait a second"
         if len(self._told) >= _MOST_WAITING:
@@ -63,7 +63,7 @@ class Commands:
         return ""
 
     async def tell(self, job: ShownJob, order: Mapping[str, str]) -> dict[str, Any]:
-        """Tell a job something, and return what its launcher answers; Orders.answer has the forms.
+        """Send a command to a job, and return the answer of its launcher; see Orders.answer for the forms.
 
         Args:
             job: which.
@@ -76,7 +76,8 @@ class Commands:
         return await asyncio.shield(told)  # the thread waits also when nobody does
 
     async def can(self, job: ShownJob) -> dict[str, Any]:
-        """Return what a job can be told now, with its present values. All who ask meanwhile get the same answer."""
+        """Return the commands that a job accepts now, with its current values. Requests that come meanwhile get the
+        same answer."""
         asked = self._lists.get(job.launcher)
         if asked is None:
             asked = self._in_thread(lambda: _tell(job, _LIST))
@@ -138,7 +139,7 @@ GONE = (
     "The launcher of the job had the output, and it has gone with the launcher. To keep the output of a job, redirect "
     "it: mpitrain run ... > FILE 2>&1"
 )
-_SERVED = "This job has no launcher, so nobody keeps its output; its processes have printed it where they were started"
+_SERVED = "This job has no launcher, so its output is not kept; its processes have printed it where they were started"
 _MOST_ASKED = 8
 _MOST_BYTES = 8 << 20
 
@@ -150,7 +151,7 @@ class Outputs:
         self._asked: dict[tuple[str, str, str], asyncio.Future[dict[str, Any]]] = {}
 
     def end(self) -> None:
-        """Wait for no launcher any more: the dashboard ends."""
+        """Stop waiting for launchers, because the dashboard ends."""
         for asked in list(self._asked.values()):
             if not asked.done():
                 asked.set_result({"refused": "the dashboard ends"})

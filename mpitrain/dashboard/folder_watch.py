@@ -1,7 +1,7 @@
 """The records below some folders, kept in the index by a thread of their own.
 
-An access to a network folder whose server is down blocks for ever. So each folder that the user has named has a
-thread, which alone touches it. The others continue, and the pages say which folder does not answer.
+An access to a network folder whose server is down blocks forever. So each folder that the user has named has a thread,
+and only that thread accesses it. The others continue, and the pages say which folder does not answer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FolderWatch:
         threading.Thread(target=self._run, name="records", daemon=True).start()
 
     def end(self) -> None:
-        """Look no more. Does not wait."""
+        """Stop looking. Does not wait."""
         self._end.set()
 
     @property
@@ -62,8 +62,8 @@ class FolderWatch:
         if asked is None or (seconds := time.monotonic() - asked[1]) < _SILENT_SECONDS:
             return ""
         return (
-            f"{asked[0]} has not answered for {seconds:.0f} s: is its disk or network share lost? What is known of its "
-            "runs is shown as it was before"
+            f"{asked[0]} has not answered for {seconds:.0f} s: is its disk or network file system lost? What is "
+            "known of its runs is shown as it was before"
         )
 
     def _run(self) -> None:

@@ -83,7 +83,7 @@ class Tokens:
         return made
 
     def role(self, token: str) -> Role | None:
-        """Return whose token this is; None: nobody's."""
+        """Return the role of this token; None: it is unknown."""
         given = token.encode(errors="replace")
         if hmac.compare_digest(given, self.operator.encode()):
             return "operator"
@@ -91,7 +91,7 @@ class Tokens:
 
 
 class Gate:
-    """An ASGI application around another one: it lets in who has a token, and sets `state.role` of the request."""
+    """An ASGI application around another one: it admits requests with a token, and sets their `state.role`."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens, hosts: Collection[str], port: int, *, is_secure: bool) -> None:
         """
@@ -122,7 +122,7 @@ class Gate:
         await (answer or self._app)(scope, receive, _with_headers(send))
 
     def _answer(self, scope: Scope) -> Response | None:
-        """Return the answer to who may not come in, or comes in for the first time; None: the application answers."""
+        """Return the answer to a request that is refused, or to a first visit; None: the application answers."""
         headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
         if host not in self._hosts:

@@ -32,7 +32,8 @@ from mpitrain.training.writers.json_lines import FILE as ROWS
 
 Result = TypeVar("Result")
 
-_VERSION = 2
+_VERSION = 3
+_MOST_THINNED = 32  # points of a curve in a list
 _PIECE_ROWS = 4096
 _READ_BYTES = 8 << 20  # others may use the index between two reads
 _MOST_EVENTS = 1000
@@ -42,12 +43,12 @@ _BUSY_SECONDS = 30.0
 _TABLES = f"""
 CREATE TABLE runs (id TEXT PRIMARY KEY, folder TEXT NOT NULL, stamp TEXT NOT NULL, place TEXT NOT NULL,
     document TEXT NOT NULL, last TEXT NOT NULL, num_rows INTEGER NOT NULL, names TEXT NOT NULL, events TEXT NOT NULL,
-    problems TEXT NOT NULL, extremes TEXT NOT NULL, notes TEXT NOT NULL, changed REAL NOT NULL);
+    problems TEXT NOT NULL, extremes TEXT NOT NULL, thinned TEXT NOT NULL, notes TEXT NOT NULL, changed REAL NOT NULL);
 CREATE TABLE pieces (id TEXT NOT NULL, name TEXT NOT NULL, number INTEGER NOT NULL, steps BLOB NOT NULL,
     vals BLOB NOT NULL, PRIMARY KEY (id, name, number));
 PRAGMA user_version = {_VERSION};
 """
-_COLUMNS = "id, folder, document, last, num_rows, names, events, problems, extremes, notes, changed"
+_COLUMNS = "id, folder, document, last, num_rows, names, events, problems, extremes, thinned, notes, changed"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class IndexedRun:
         problems: what of the record could not be read, each in a sentence.
         changed: when a file of the record was last written, in seconds since the epoch.
         extremes: of each metric the lowest finite value and its step, and the highest and its step.
-        notes: what people have noted of the run.
+        thinned: of the loss, or another metric in a record without one, at most 32 means of as many rows each.
+        notes: the users' notes on the run.
     """
 
     id: str
@@ -78,6 +80,7 @@ class IndexedRun:
     problems: list[str]
     changed: float
     extremes: dict[str, list[float]] = field(default_factory=dict)
+    thinned: list[float] = field(default_factory=list)
     notes: RunNotes = field(default_factory=RunNotes)
 
 
@@ -127,7 +130,7 @@ class RunIndex:
     def take_in(self, folder: Path) -> bool:
         """Take in some of what is new in the record in `folder`; return whether there was anything.
 
-        The files are read without the lock: their share may hang, and others use the index meanwhile.
+        The files are read without the lock: their file system may hang, and others use the index meanwhile.
         """
         id_ = run_id(folder)
         known = self._do(lambda connection: _known(connection, id_))
@@ -219,7 +222,7 @@ class RunIndex:
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
 
 
-Known = tuple[str, str, str, str, str, int, str, str, str]
+Known = tuple[str, str, str, str, str, int, str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -233,7 +236,8 @@ class _New:
 
 def _known(connection: sqlite3.Connection, id_: str) -> Known | None:
     """Return what the index has of a run, without its rows."""
-    query = "SELECT stamp, place, names, events, problems, num_rows, last, document, extremes FROM runs WHERE id = ?"
+    columns = "stamp, place, names, events, problems, num_rows, last, document, extremes, thinned"
+    query = f"SELECT {columns} FROM runs WHERE id = ?"
     known: Known | None = connection.execute(query, (id_,)).fetchone()
     if known is not None:
         _sound(lambda: (_place(known[1]), *_texts(known)))
@@ -241,8 +245,8 @@ def _known(connection: sqlite3.Connection, id_: str) -> Known | None:
 
 
 def _texts(known: Known) -> list[Any]:
-    """Return names, events, problems, the last row and the extremes."""
-    return [json.loads(text) for text in (known[2], known[3], known[4], known[6], known[8])]
+    """Return names, events, problems, the last row, the extremes and the thinned curve."""
+    return [json.loads(text) for text in (known[2], known[3], known[4], known[6], known[8], known[9])]
 
 
 def _new_of(folder: Path, known: Known | None) -> _New | None:
@@ -250,12 +254,12 @@ def _new_of(folder: Path, known: Known | None) -> _New | None:
     stamp, changed = stamp_of(folder)
     if known is not None and known[0] == stamp:
         return None
-    place, names, events, problems, num_rows, last, extremes = ReadMark(), [], [], [], 0, {}, {}
+    place, names, events, problems, num_rows, last, extremes, thinned = ReadMark(), [], [], [], 0, {}, {}, {}
     is_anew = False
     try:
         if known is not None and is_same_file(folder / ROWS, old := _place(known[1])):
             place, num_rows = old, known[5]
-            names, events, problems, last, extremes = _texts(known)
+            names, events, problems, last, extremes, thinned = _texts(known)
             problems = [problem for problem in problems if problem.startswith(ROWS)]
         else:
             is_anew = known is not None
@@ -288,6 +292,7 @@ def _new_of(folder: Path, known: Known | None) -> _New | None:
         json.dumps((events + new.events)[-_MOST_EVENTS:]),
         json.dumps(problems[:_MOST_PROBLEMS]),
         json.dumps(_extremes(extremes, new.columns)),
+        json.dumps(_thinned(thinned, new.columns)),
         json.dumps(asdict(notes)),
         changed,
     )
@@ -309,8 +314,29 @@ def _extremes(known: Mapping[str, list[float]], columns: Mapping[str, tuple[list
     return extremes
 
 
+def _thinned(known: dict[str, Any], columns: Mapping[str, tuple[list[float], list[float]]]) -> dict[str, Any]:
+    """Return the thinned curve with the new columns: its metric, and sums of so many values each, with their number.
+
+    When there are too many sums, each two become one.
+    """
+    name = "loss" if "loss" in columns else known.get("name") or next(iter(columns), "")
+    if name != known.get("name"):
+        known = {"name": name, "every": 1, "sums": []}
+    every, sums = known["every"], list(known["sums"])
+    for value in columns.get(name, ([], []))[1]:
+        if not math.isfinite(value):
+            continue
+        if not sums or sums[-1][1] == every:
+            if len(sums) == _MOST_THINNED:
+                sums = [[a + b, m + n] for (a, m), (b, n) in zip(sums[::2], sums[1::2], strict=True)]
+                every *= 2
+            sums.append([0.0, 0])
+        sums[-1] = [sums[-1][0] + value, sums[-1][1] + 1]
+    return {"name": name, "every": every, "sums": sums}
+
+
 def _write(connection: sqlite3.Connection, id_: str, folder: Path, known: Known | None, new: _New) -> None:
-    """Write what is new, unless somebody else has done it since `known` was read: then it is read again."""
+    """Write what is new, unless another process has done so since `known` was read: then it is read again."""
     if _known(connection, id_) != known:
         return
     if new.is_anew:
@@ -358,7 +384,7 @@ def _run(row: Sequence[Any]) -> IndexedRun:
 
 def _run_in(row: Sequence[Any]) -> IndexedRun:
     id_, folder, document, *texts, changed = row
-    last, num_rows, names, events, problems, extremes, notes = texts
+    last, num_rows, names, events, problems, extremes, thinned, notes = texts
     read, listed = RunDocument(**json.loads(document)) if document else None, json.loads(events)
     if read is not None and read.orders:  # that came after the last row
         listed += [order.plain() for order in read.orders_without(()) if order.plain() not in listed]
@@ -373,5 +399,6 @@ def _run_in(row: Sequence[Any]) -> IndexedRun:
         json.loads(problems),
         changed,
         json.loads(extremes),
+        [total / count for total, count in json.loads(thinned)["sums"]],
         RunNotes(**json.loads(notes)),
     )

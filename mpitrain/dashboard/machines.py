@@ -15,7 +15,7 @@ def machines_of(looks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Those in trouble come first, then those that compute longest.
 
     Each rank publishes its steps and for how long it has waited in all. A rank computes while it does not wait. Even
-    the rank that waits least waits while data arrive, so that wait is the exchange; what others wait more, they wait
+    the rank that waits least waits while data arrive, so that wait is the exchange; the rest of the others' waits is
     for slower ranks. A row has `name`, `step` (the least of its ranks), `does` (its ranks by what they do now, the odd
     ones first), and `computes`, `waits` and `exchanges` in seconds a step (of its slowest rank); None: there was no
     step in these looks.

@@ -16,7 +16,7 @@ FAMILIES = {
     "mpitrain_job_tries": ("gauge", "How often the job has been started"),
     "mpitrain_job_ranks": ("gauge", "Ranks of the job, by what they do"),
     "mpitrain_job_step": ("gauge", "The last step that a rank has begun"),
-    "mpitrain_job_metric": ("gauge", "A metric that the training has reported last"),
+    "mpitrain_job_metric": ("gauge", "The last reported value of a metric of the training"),
     "mpitrain_host_silence_seconds": ("gauge", "For how long a host of the job has been silent"),
     **{name: ("gauge", fact.help[0].upper() + fact.help[1:]) for name, fact in _OF_RANKS.items()},
     "mpitrain_rank_phase_seconds": ("gauge", "For how long the rank has done what it does"),

@@ -91,7 +91,7 @@ class ReadMark:
         offset: the number of bytes that were read: whole lines.
         step: of the last row.
         num_lines: lines that were read.
-        head, tail: some of the first bytes of the file, and some before `offset`. If the file has others, it was
+        head, tail: some of the first bytes of the file, and some before `offset`. If these bytes differ, the file was
             written anew.
     """
 
@@ -148,7 +148,7 @@ class NewRows:
             self.problems.append(problem)
 
     def damaged(self, number: int, problem: str) -> None:
-        """Note that a line was left out."""
+        """Note that a line was skipped."""
         self._name(f"line {number} {problem[:300]}; it is left out")
 
 

@@ -1,6 +1,6 @@
-"""What there is of a run besides its record: its checkpoints, and what `verify` and `plan` last said of its script.
+"""The files of a run besides its record: its checkpoints, and the last results of `verify` and `plan` for its script.
 
-No checkpoint is loaded. A file that is damaged, huge or no file is named, and the rest is shown.
+No checkpoint is loaded. A path that is damaged, huge or not a file is named, and the rest is shown.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def files_of(document: RunDocument | None) -> dict[str, Any]:
 
 
 def _last_word(script: Path, command: str) -> tuple[dict[str, Any] | None, str]:
-    """Return what a command has said last of a script, or what is wrong with that."""
+    """Return the last result of a command for a script, or what is wrong with it."""
     try:
         word = last_word(command, script)
         return None if word is None else {**asdict(word), "isOld": _has_changed(script, word.at)}, ""
     except (DataError, OSError, ValueError, RuntimeError) as error:  # such as a circle of links
-        return None, f"what mpitrain {command} said last cannot be read: {error}"
+        return None, f"the last result of mpitrain {command} cannot be read: {error}"
 
 
 def _has_changed(script: Path, since: float) -> bool:

@@ -1,4 +1,4 @@
-"""What people have noted of a run, in `notes.json` beside its record: a name, a note, tags, and if lists hide it."""
+"""The users' notes on a run, in `notes.json` beside its record: a name, a note, tags, and whether lists hide it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunNotes:
         name: is shown in place of the folder's; "": the folder's name is.
         note: a text.
         tags: words by which runs are found.
-        is_hidden: lists leave the run out, unless they are asked for hidden ones too.
+        is_hidden: lists omit the run, unless hidden ones are requested too.
     """
 
     name: str = ""
@@ -37,7 +37,7 @@ def read_notes(folder: Path) -> RunNotes:
     """Return the notes beside a record; empty ones if there are none.
 
     Raises:
-        DataError: the file cannot be read or is no such file.
+        DataError: the file cannot be read or is not such a file.
     """
     text = find_file(folder / FILE, DataError, most_bytes=_MOST_BYTES)
     return RunNotes() if text is None else notes_of(text, str(folder / FILE))

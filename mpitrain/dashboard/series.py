@@ -1,4 +1,4 @@
-"""A curve for so many pixels: of each column of pixels the lowest and the highest point, so no peak is lost."""
+"""A curve for a given width in pixels: the lowest and the highest point of each column, so no peak is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Curve:
 
 
 def curve(pieces: Callable[[], Iterable[tuple[Floats, Floats]]], first: float, last: float, pixels: int) -> Curve:
-    """Return the points with steps from `first` to `last`, and one before and one behind, where the line continues.
+    """Return the points with steps from `first` to `last`, and one before and one after, where the line continues.
 
     All points are returned if there are at most two for each pixel. Otherwise each column of pixels has its lowest and
     its highest point at their steps, and its first point that is not finite. Memory is taken for one piece at a time.
@@ -124,5 +124,5 @@ def _extremes(points: Floats, low: float, high: float, pixels: int) -> Floats:
 
 
 def _first_of_each(places: NDArray[numpy.int64], starts: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
-    """Return the first place at or behind each start; every column has one."""
+    """Return the first place at or after each start; every column has one."""
     return places[numpy.searchsorted(places, starts)]

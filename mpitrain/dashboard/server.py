@@ -50,10 +50,10 @@ def serve(
         tls: the files of the certificate and of its key.
         inventory: see ClusterView.
         anew: make the index anew.
-        new_links: those of dashboards before hold no more.
+        new_links: make new links, so that those of earlier dashboards become invalid.
 
     Raises:
-        ConfigError: `host` is more than loopback, without `tls`; or it is no address of this machine.
+        ConfigError: `host` is not a loopback address and `tls` is missing; or it is not an address of this machine.
         MpitrainError: the port is in use, a file of `tls` cannot be used, or the index cannot be made, also because
             this user has no home folder.
     """
@@ -127,7 +127,7 @@ class _Server(uvicorn.Server):
 
 
 def _give_memory_back() -> None:
-    """Let large blocks go back to the system when they are freed: glibc would keep ever larger ones, by thread."""
+    """Return large blocks to the system when they are freed: glibc would keep ever larger ones, by thread."""
     if set_option := getattr(ctypes.CDLL(None), "mallopt", None):
         set_option(_MMAP_THRESHOLD, 128 << 10)
 

@@ -1,4 +1,4 @@
-"""Answers that are the same for all who ask meanwhile: a disk that hangs takes one thread, however many ask."""
+"""Answers that concurrent requests share: a disk that hangs takes one thread, however many requests come."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 def in_thread(call: Callable[[], Result], name: str) -> asyncio.Future[Result]:
-    """Call this in a thread of this name. The future has what it returns or raises; somebody else may settle it."""
+    """Call this in a thread of this name. The future has what it returns or raises; another caller may settle it."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
@@ -50,7 +50,7 @@ class SharedAnswers:
         self._asked: dict[str, asyncio.Future[Any]] = {}
 
     def end(self) -> None:
-        """Wait for no answer any more: the dashboard ends."""
+        """Stop waiting for answers, because the dashboard ends."""
         for asked in list(self._asked.values()):
             if not asked.done():
                 asked.set_exception(DataError("the dashboard ends"))
@@ -75,8 +75,8 @@ class SharedAnswers:
         await asyncio.wait([future], timeout=_ANSWER_SECONDS)  # the thread waits also when nobody does
         if not future.done():
             raise DataError(
-                f"there is no answer for {_ANSWER_SECONDS:g} s from {name}: is a disk or network share lost? The next "
-                "look waits again"
+                f"there is no answer for {_ANSWER_SECONDS:g} s from {name}: is a disk or network file system lost? The "
+                "next look waits again"
             )
         return future.result()
 

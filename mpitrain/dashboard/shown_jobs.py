@@ -1,4 +1,4 @@
-"""The jobs that run now, as their launchers on this machine tell them: one connection each, for all viewers."""
+"""The jobs that run now, as their launchers on this machine report them: one connection each, for all viewers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SILENT_SECONDS = 10.0  # after that, a launcher counts as one that hangs
 
 @dataclass
 class ShownJob:
-    """What a launcher has told.
+    """What a launcher has reported.
 
     Attributes:
         look: its last answer (docs/reference/formats-and-protocols.md), with its `column` of the history.
@@ -44,7 +44,7 @@ class ShownJob:
 
     @property
     def slow(self) -> str:
-        """Which rank has made the others wait in the last seconds, in a sentence; "": none has."""
+        """The rank for which the others have waited in the last seconds, in a sentence; "": there is none."""
         return slow_rank(list(self._looks))
 
     @property
@@ -59,7 +59,7 @@ class ShownJob:
 
     @property
     def is_silent(self) -> bool:
-        """The launcher has not said anything for long."""
+        """The launcher has not sent anything for a long time."""
         return time.monotonic() - self.heard > _SILENT_SECONDS
 
     def take(self, look: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ class ShownJobs:
         threading.Thread(target=self._search, name="jobs", daemon=True).start()
 
     def end(self) -> None:
-        """Listen no more. Does not wait."""
+        """Stop listening. Does not wait."""
         self._end.set()
 
     def _search(self) -> None:
@@ -136,7 +136,7 @@ class ShownJobs:
         except LaunchError:  # it has just ended
             pass
         except (ValueError, TypeError, KeyError) as error:
-            print(f"mpitrain dashboard: job {name} tells what is no look: {error!r}", file=sys.stderr, flush=True)
+            print(f"mpitrain dashboard: job {name} sends an invalid look: {error!r}", file=sys.stderr, flush=True)
         finally:
             del self.jobs[name]
             self._on_change()

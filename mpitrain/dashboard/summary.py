@@ -69,7 +69,7 @@ def state_of(
         return TRAINS, f"rank 0 is alive on {host}; no launcher shows more"
     if age_seconds < _YOUNG_SECONDS:
         return TRAINS, age
-    return LOST, f"rank 0 on {host} has ended without a message, or is not to be seen from here; {age}"
+    return LOST, f"rank 0 on {host} has ended without a message, or cannot be seen from here; {age}"
 
 
 def _of_job(live: Mapping[str, Any]) -> tuple[str, str]:
@@ -161,6 +161,7 @@ def summary_of_run(run: IndexedRun, job: ShownJob | None) -> dict[str, Any]:
         "arguments": arguments_of(document.arguments) if document else {},
         "bests": {name: best_of(extremes, name)[0] for name, extremes in run.extremes.items()},
         "best": _best(run),
+        "curve": [float(f"{value:.3g}") for value in run.thinned],
         "note": run.notes.note,
         "tags": run.notes.tags,
         "isHidden": run.notes.is_hidden,
@@ -199,6 +200,7 @@ def summary_of_job(job: ShownJob) -> dict[str, Any]:
         "arguments": arguments_of([str(one) for one in look.get("arguments", ())]),
         "bests": {},
         "best": None,
+        "curve": [],
         "note": "",
         "tags": [],
         "isHidden": False,
@@ -226,12 +228,12 @@ def _best(run: IndexedRun) -> dict[str, Any] | None:
 
 
 def _left_in(look: Mapping[str, Any] | None) -> float | None:
-    """Return how long the other steps take as the ranks themselves say, who know of their pauses."""
+    """Return how long the remaining steps take, as reported by the ranks, which know of their pauses."""
     return next((entry["left"] for entry in (look or {}).get("ranks", ()) if entry.get("left")), None)
 
 
 def _seconds_left(document: RunDocument | None, step: float, now: float) -> float | None:
-    """Return how long the other steps take, if they take as long as the mean of all: a few would make it jump."""
+    """Return how long the remaining steps take at the mean speed of all: the speed of a few would make it jump."""
     if document is None or not document.after_step < step <= document.steps:
         return None
     seconds = (document.steps - step) * (now - document.started) / (step - document.after_step)
@@ -244,7 +246,7 @@ _IS_OPTION = re.compile(r"--?[A-Za-z]")
 def arguments_of(words: Sequence[str]) -> dict[str, str]:
     """Return the arguments of a script as a table: of `--lr 0.1 --fast data`, {"--lr": "0.1", "--fast": "data"}.
 
-    What follows an option is its value, because only the script knows better; "on": there is none. Other words are
+    What follows an option counts as its value, because only the script knows; "on": there is none. Other words are
     numbered.
     """
     table: dict[str, list[str]] = {}
@@ -269,13 +271,29 @@ def _now(look: Mapping[str, Any] | None) -> dict[str, Any]:
 _PACKAGE = "package "  # there are many, so they come last
 
 
-def differences(documents: Sequence[RunDocument | None]) -> list[dict[str, Any]]:
-    """Return the facts that are not equal in all documents: {"name": text, "values": [text or None...]}."""
+def differences(documents: Sequence[RunDocument | None], folders: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the facts that are not equal in all documents: {"name": text, "values": [text or None...]}.
+
+    Where each run writes says nothing: a fact is left out if in each run it names the folder of its record. `folders`
+    has these; empty: no fact is left out.
+    """
     tables = [{} if document is None else _facts(document) for document in documents]
+    own = [Path(folder).name for folder in folders] or [""] * len(documents)
     names = dict.fromkeys(name for table in tables for name in table)
     ordered = sorted(names, key=lambda name: name.startswith(_PACKAGE))
     rows = [{"name": name, "values": [table.get(name) for table in tables]} for name in ordered]
-    return [row for row in rows if len(set(row["values"])) > 1]
+
+    def is_place(row: Mapping[str, Any]) -> bool:
+        return all(name and name in str(value) for name, value in zip(own, row["values"], strict=True))
+
+    return [row for row in rows if len(set(row["values"])) > 1 and not is_place(row)]
+
+
+def _hosts(ranks: Mapping[str, Sequence[int]]) -> str:
+    """Return the hosts, with the number of ranks of each if any has several."""
+    if all(len(numbers) == 1 for numbers in ranks.values()):
+        return ", ".join(ranks)
+    return ", ".join(f"{host}: {len(numbers)}" for host, numbers in ranks.items())
 
 
 def _facts(document: RunDocument) -> dict[str, str]:
@@ -286,7 +304,7 @@ def _facts(document: RunDocument) -> dict[str, str]:
         "commit": document.commit[:12] + (" and changes" if document.is_changed else ""),
         "strategy": document.strategy,
         "ranks": str(sum(map(len, document.hosts.values()))),
-        "hosts": ", ".join(f"{host}: {len(ranks)}" for host, ranks in document.hosts.items()),
+        "hosts": _hosts(document.hosts),
         "Python": document.python,
     }
     facts |= {f"setting {name}": str(value) for name, value in document.settings.items()}

@@ -1,4 +1,4 @@
-"""A run against the one before it: is it better, faster, and what was changed? Functions of what was read."""
+"""A run compared with the previous one: is it better, faster, and what was changed? Functions of what was read."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def is_higher_better(name: str) -> bool:
 
 
 def main_metric(names: Sequence[str]) -> str:
-    """Return the metric by which a run is judged: of an evaluation, if there is one; ""; there is none.
+    """Return the metric by which a run is judged: of an evaluation, if there is one; "": there is none.
 
-    Of several, one that is to be high, such as an accuracy, comes first: people compare it more easily than a loss.
+    Of several, one for which higher is better, such as an accuracy, comes first: it is easier to compare than a loss.
     """
     chosen = [name for name in names if name == "loss" or _IS_EVALUATION.match(name) or is_higher_better(name)]
     chosen = [name for name in chosen if not name.endswith(_SPEED)]

@@ -16,7 +16,7 @@ def who_waits(look: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return who waits for whom, from an answer of the live status protocol; None: no wait of 1 s without progress.
 
     Return {"text": a sentence or two, "rows": one for all ranks that do the same}. A row has `ranks` as text, `hosts`,
-    `does`, `seconds` (of the rank that does so longest) and `is_awaited`. Those that are waited for come first.
+    `does`, `seconds` (of the rank that does so longest) and `is_awaited`. The ranks for which others wait come first.
     """
     ranks = [entry for entry in look["ranks"] if entry["phase"] != "lost"]
     waiting = [entry for entry in ranks if entry["phase"] == "waits" and entry["still"] >= _LEAST_SECONDS]
@@ -33,7 +33,7 @@ def who_waits(look: Mapping[str, Any]) -> dict[str, Any] | None:
     if behind:
         text += f" {_named(behind)} {_verb(behind, 'wait')} in an earlier call."
     if held:
-        text += f" {_named(held)} {_verb(held, 'have')} entered it, and {_verb(held, 'do')} not continue."
+        text += f" {_named(held)} {_verb(held, 'have')} entered it, but {_verb(held, 'do')} not continue."
     if not (absent or behind or held):
         text += " All ranks have entered it."
     rows = [

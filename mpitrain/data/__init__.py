@@ -1,7 +1,7 @@
-"""Batches for all ranks from one global cursor. One file, one idea.
+"""Batches for all ranks from one global cursor.
 
-`ArrayData` (arrays in memory or mapped files), `MapData` (samples by number) and `StreamData` (samples in a row) are
-the sources of a Trainer; `Prefetch` reads ahead of one.
+`ArrayData` (arrays in memory or mapped files), `MapData` (samples by number) and `StreamData` (samples in sequence) are
+the data sources of a Trainer; `Prefetch` reads ahead of one.
 """
 
 from mpitrain.data.indexed import ArrayData, MapData

@@ -1,6 +1,6 @@
-"""Global batches of samples that have numbers, in an order drawn from (seed, epoch).
+"""Global batches of numbered samples, in an order drawn from (seed, epoch).
 
-ArrayData has them in arrays, MapData in anything with a length: files, a database, another library's data set.
+ArrayData takes samples from arrays, MapData from anything with a length: files, a database, another library's data set.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class IndexedData:
         shuffle: bool,
         augment: Augment | None,
     ) -> None:
-        """All ranks call this, but exchange nothing here. Raises the errors of `check_counts`."""
+        """All ranks call this, but it exchanges nothing. Raises the errors of `check_counts`."""
         check_counts(world, num_samples, global_batch, seed)
         self.num_samples = num_samples
         self.global_batch = min(int(global_batch), num_samples)
@@ -58,8 +58,8 @@ class IndexedData:
     def __next__(self) -> tuple[Tree, int]:
         """Return this rank's part of the next global batch, and its number of samples (0 if there are too few).
 
-        After a resume, samples that servers had handed out and that no update has used come first. They are smaller
-        batches of their own.
+        After a resume, samples that servers had handed out and that no update has used come first, as smaller batches
+        of their own.
         """
         if self._left:
             epoch, begin, last = self._left[0]
@@ -85,7 +85,7 @@ class IndexedData:
     def read(self, epoch: int, begin: int, end: int) -> Tree:
         """Return the samples at the places `begin` to `end` (exclusive) of an epoch's order. Not collective.
 
-        The position in the data stays as it is. One rank may read places that no other rank reads.
+        The position in the data does not change. One rank may read places that no other rank reads.
         """
         numbers = self._order.samples(epoch, begin, end)
         if self._augment is None:
@@ -93,7 +93,7 @@ class IndexedData:
         return augmented(self._augment, self._source.each(numbers), numbers.tolist(), self._seed, epoch)
 
     def share_out(self, samples_per_second: float) -> None:
-        """Give each rank its part of a batch in proportion to its speed, from the next batch on. Collective.
+        """From the next batch on, divide batches among ranks in proportion to their speeds, in samples/s. Collective.
 
         The samples of each step stay the same, and so does their mean. No checkpoint holds the speeds.
 
@@ -139,8 +139,8 @@ class IndexedData:
         epoch, cursor = int(state["epoch"]), int(state["cursor"])
         if epoch < 0 or not 0 <= cursor <= self.num_samples:
             raise CheckpointError(
-                f"the checkpoint's data stands at epoch={epoch} cursor={cursor}; "
-                f"epochs begin at 0, and the cursor is 0 to {self.num_samples}"
+                f"the checkpoint's data is at epoch={epoch} cursor={cursor}; epochs begin at 0, and the cursor "
+                f"is 0 to {self.num_samples}"
             )
         left = [(int(epoch), int(begin), int(end)) for epoch, begin, end in state.get("left", [])]
         reached = (0, 0, 0)
@@ -176,8 +176,8 @@ class ArrayData(IndexedData):
         """Collective. Give the same arrays on every rank: the ranks compare their shapes and these options.
 
         Args:
-            arrays: a tree of host arrays with the samples along the first dimension. Those of
-                `numpy.load(path, mmap_mode="r")` stay on the disk; only the samples of a batch are read.
+            arrays: a tree of CPU arrays with the samples along the first dimension. Arrays of `numpy.load(path,
+                mmap_mode="r")` stay on disk; only the samples of a batch are read.
             global_batch: the number of samples of all ranks together in one step.
             seed: for the order of samples and for `augment`, at least 0.
             shuffle: draw a new order every epoch. False: keep the order of the arrays.
@@ -225,7 +225,7 @@ class MapData(IndexedData):
         """Collective. Give the same data set on every rank: the ranks compare its length and these options.
 
         Args:
-            samples: `samples[number]` is one sample: a tree of host arrays and numbers. All samples have the same
+            samples: `samples[number]` is one sample: a tree of CPU arrays and numbers. All samples have the same
                 shapes and dtypes. With `augment`, a sample may be anything from which `augment` makes such a tree.
             by_array: `samples[numbers]`, with an int64 array of sample numbers in any order, is a whole batch: a tree
                 of new arrays with these samples along the first dimension.

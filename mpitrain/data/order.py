@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import numpy
 
-# More than the 4 that cryptographers ask for: with few samples, a half has only a bit or two.
+# More than the 4 that cryptography requires: with few samples, a half has only one or two bits.
 _ROUNDS = 12
-# So many places (128 KiB) are computed at once that NumPy's calls cost little per sample.
+# The number of places (128 KiB) that are computed at once: enough that NumPy's calls cost little per sample.
 _BLOCK = 2**14
 
 
@@ -81,7 +81,7 @@ def _network(values: numpy.ndarray, bits: int, keys: numpy.ndarray) -> numpy.nda
 
 def _mixed(values: numpy.ndarray, key: numpy.uint64) -> numpy.ndarray:
     """Return 64 bits, each of which depends on all bits of value and key."""
-    mixed = values + key  # all of this is meant to overflow
+    mixed = values + key  # all of this overflows on purpose
     mixed ^= mixed >> numpy.uint64(30)
     mixed *= numpy.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> numpy.uint64(27)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from mpitrain.errors import ConfigError, everywhere
 from mpitrain.tree import Tree
 
-# A read that takes longer than this does not hold up the end of the program. The thread is a daemon.
+# A read that takes longer than this does not delay the end of the program. The thread is a daemon.
 _PATIENCE_SECONDS = 5.0
 
 
@@ -26,7 +26,7 @@ class DataSource(Protocol):
     def epoch(self) -> int: ...
 
     def __next__(self) -> tuple[Tree, int]:
-        """Is called in the thread, so it must not be collective."""
+        """Called in the thread, so it must not be collective."""
         ...
 
     def share_out(self, samples_per_second: float) -> None: ...
@@ -38,7 +38,7 @@ class DataSource(Protocol):
 
 @dataclass(frozen=True)
 class _Read:
-    """A batch and the position in the data after it was read, or the error that came in its place."""
+    """A batch and the position in the data after it was read, or the error that occurred instead."""
 
     batch: Tree
     weight: int
@@ -48,12 +48,12 @@ class _Read:
 
 
 class Prefetch:
-    """A data source that reads batches of another data source in a thread, some of them ahead of their use.
+    """A data source that reads the batches of another data source in a thread, ahead of their use.
 
-    `epoch` and `state` are those of the batch that was handed out last, whatever has been read since. If the thread
-    fails to read a batch, the `next` for that batch raises the error, and the `next` after it tries the batch again.
-    The thread ends with `close`, with this object, or with the program. After `close`, the next batch starts a new
-    thread.
+    `epoch` and `state` are those of the batch that was handed out last, whatever has been read since then. If the
+    thread fails to read a batch, the `next` for that batch raises the error, and the `next` after it tries the batch
+    again. The thread ends with `close`, with this object, or with the program. After `close`, the next batch starts a
+    new thread.
     """
 
     def __init__(self, data: DataSource, *, batches: int = 2) -> None:
@@ -100,7 +100,8 @@ class Prefetch:
             self.close()
         if self._reader is None:
             self._reader = _Reader(self._data, self._batches)
-            # Stop the thread at the end of the program too: a thread that then still runs Python may crash the process.
+            # Also stop the thread at the end of the program: a thread that still runs Python then may crash the
+            # process.
             self._at_exit = weakref.finalize(self, self._reader.end, _PATIENCE_SECONDS)
         self._interrupted = True  # Ctrl-C may come when the thread has given up the batch and it has not arrived here
         read = self._reader.next()
@@ -111,7 +112,7 @@ class Prefetch:
         return read.batch, read.weight
 
     def close(self) -> None:
-        """End the thread, and forget the batches that were read ahead. The next batch is the same without this call."""
+        """End the thread, and drop the batches that were read ahead. This does not change which batch comes next."""
         if self._reader is None:
             return
         self._interrupted = True
@@ -122,7 +123,7 @@ class Prefetch:
         self._reader, self._interrupted = None, False
 
     def share_out(self, samples_per_second: float) -> None:
-        """See ArrayData. The batches that were read ahead are read again, in other parts. Collective."""
+        """See ArrayData. The batches that were read ahead are read again, with the new parts. Collective."""
         self.close()
         self._data.share_out(samples_per_second)
 
@@ -136,7 +137,7 @@ class Prefetch:
         return cut_into(self._data, virtual_ranks)
 
     def state(self) -> dict[str, Any]:
-        """Return where the data stood after the batch that was handed out last had been read."""
+        """Return the position in the data after the batch that was handed out last."""
         return self._state
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -147,7 +148,7 @@ class Prefetch:
 
 
 def cut_into(data: Any, virtual_ranks: int) -> int:
-    """Let a data source give whole virtual ranks to each rank. Return the number of samples of each. Collective.
+    """Make a data source give whole virtual ranks to each rank. Return the number of samples of each. Collective.
 
     Raises:
         ConfigError: it cannot. Raised on every rank.
@@ -182,12 +183,12 @@ class _Reader:
         return read
 
     def end(self, patience_seconds: float | None = None) -> None:
-        """Read no more batches. Return when no read is under way, or when the patience is over."""
+        """Read no more batches. Return when no read is under way, or after a time limit."""
         self._ending = True
         self._free.release()
-        if threading.current_thread() is self._thread:  # this thread may be the one that collects the Prefetch
+        if threading.current_thread() is self._thread:  # this thread may be the one that garbage-collects the Prefetch
             return
-        # After a join() that Ctrl-C interrupts, Python takes the thread for ended. So join() comes last.
+        # If Ctrl-C interrupts join(), Python considers the thread ended. So join() comes last.
         if self._ended.wait(patience_seconds):
             self._thread.join()
 
@@ -209,4 +210,4 @@ class _Reader:
                 self._ready.put(_Read(None, 0, 0, {}, error))
                 return
             self._ready.put(read)
-            del batch, read  # or the thread would hold it while it waits
+            del batch, read  # otherwise the thread would hold it while it waits

@@ -95,7 +95,7 @@ def rows(batch: Tree) -> Iterator[Tree]:
 
 
 def stack(samples: Sequence[Tree], numbers: Sequence[int] | numpy.ndarray) -> Tree:
-    """Make a batch of single samples, at least one: trees of host arrays and numbers, all alike.
+    """Make a batch of single samples, at least one: trees of CPU arrays and numbers, all of the same form.
 
     Raises:
         DataError: two samples differ in form, shape or dtype. The error names both by their `numbers`.
@@ -113,7 +113,7 @@ def stack(samples: Sequence[Tree], numbers: Sequence[int] | numpy.ndarray) -> Tr
 
 
 def augmented(augment: Augment, samples: Iterator[Any], numbers: Sequence[int], seed: int, epoch: int) -> Tree:
-    """Make a batch of the samples, each changed by `augment` with random numbers of its own."""
+    """Make a batch of the samples, each changed by `augment` with its own random numbers."""
     changed = []
     for number, sample in zip(numbers, samples, strict=True):
         try:

@@ -1,6 +1,6 @@
 """Each rank's part of a global batch: equal parts, parts in proportion to measured speeds, or whole virtual ranks.
 
-And the checks of the options that all data sources share.
+Also the checks of the options that all data sources share.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Shares:
     def cut(self, global_batch: int, virtual_ranks: int) -> int:
         """Give each rank whole virtual ranks from now on. Return the number of samples of each.
 
-        A virtual rank has the same places in every batch. So in a smaller one, those at the end have fewer samples, or
-        none.
+        A virtual rank has the same places in every batch. So in a smaller batch, the last virtual ranks have fewer
+        samples, or none.
 
         Raises:
             ConfigError: the batch has no such equal parts. Raised on every rank.
@@ -88,8 +88,8 @@ class Shares:
         if self._own is not None:
             raise everywhere(
                 ConfigError(
-                    "samples are to be shared out by speed, and each rank has whole virtual "
-                    "ranks; leave mt.Balance out, or virtual_ranks"
+                    "samples cannot be divided by speed, because each rank has whole virtual ranks; leave out "
+                    "mt.Balance or virtual_ranks"
                 )
             )
         speeds = self._world.allgather(float(samples_per_second))

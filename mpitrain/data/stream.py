@@ -1,4 +1,4 @@
-"""Samples that come in a row, and can only be read from the beginning."""
+"""Samples that come in sequence, and can only be read from the beginning."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class StreamData:
     """Global batches of a stream of samples, and this rank's part of each, in the order of the stream.
 
     Every rank reads the whole stream and keeps its part, so a sample should be cheap to read. Do expensive work, such
-    as decoding, in `augment`, which is called only for this rank's samples. A rank holds a global batch of samples as
-    the stream yields them.
+    as decoding, in `augment`, which is called only for this rank's samples. A rank keeps a global batch of samples in
+    memory, as the stream yields them.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class StreamData:
 
         Args:
             samples: is called with the number of an epoch, from 0, and returns the samples of that epoch: the same
-                samples in the same order on every rank and in every call. Samples are trees of host arrays and numbers,
+                samples in the same order on every rank and in every call. Samples are trees of CPU arrays and numbers,
                 all of the same shapes and dtypes. With `augment`, a sample may be anything from which `augment` makes
                 such a tree.
             global_batch: the number of samples of all ranks together in one step.
@@ -84,7 +84,10 @@ class StreamData:
             DataError: an epoch has no samples, has another number of samples than `num_samples`, or ends before the
                 cursor that was restored.
         """
-        stream, self._open = self._open, None  # do not read on after a failure: the stream would seem to have ended
+        stream, self._open = (
+            self._open,
+            None,
+        )  # do not read on after a failure: the stream would seem to be at its end
         epoch, cursor = self.epoch, self.cursor
         if stream is None:
             stream = self._skip_to(epoch, cursor)
@@ -131,7 +134,7 @@ class StreamData:
             )
 
     def share_out(self, samples_per_second: float) -> None:
-        """Give each rank its part of a batch in proportion to its speed, from the next batch on. Collective.
+        """From the next batch on, divide batches among ranks in proportion to their speeds, in samples/s. Collective.
 
         Raises:
             ConfigError: a speed is not a finite number above 0. Raised on every rank.
@@ -149,7 +152,7 @@ class StreamData:
         return self._shares.cut(self.global_batch, virtual_ranks)
 
     def state(self) -> dict[str, Any]:
-        """Return where the data stands. The state is the same on every rank and for any world size."""
+        """Return the position in the data. The state is the same on every rank and for any world size."""
         return {"epoch": self.epoch, "cursor": self.cursor, "seed": self._seed, "num_samples": self.num_samples}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -163,5 +166,5 @@ class StreamData:
                 raise CheckpointError(f"the checkpoint's data has {key}={state[key]}, this run's {value}")
         epoch, cursor = int(state["epoch"]), int(state["cursor"])
         if epoch < 0 or cursor < 0:
-            raise CheckpointError(f"the checkpoint's data stands at epoch={epoch} cursor={cursor}; both begin at 0")
+            raise CheckpointError(f"the checkpoint's data is at epoch={epoch} cursor={cursor}; both begin at 0")
         self.epoch, self.cursor, self._open = epoch, cursor, None

@@ -1,4 +1,4 @@
-"""How fast it will be: what collectives cost here, and what a cluster will make of a training.
+"""Forecasts of speed: the cost of collectives here, and the speed of a training on a cluster.
 
 The bench measures over all ranks of a job; `mpitrain bench` starts them, `python -m mpitrain.forecast.bench` is one:
 

@@ -107,7 +107,7 @@ def read_options(arguments: argparse.Namespace, *, writes: bool = True) -> Optio
     """Check and return the options.
 
     Args:
-        writes: the files are written here, as on rank 0. The folders of other hosts are no matter.
+        writes: the files are written here, as on rank 0. The folders of other hosts do not matter.
 
     Raises:
         ConfigError: a name is unknown, a size or number is malformed, a file cannot be written, or an option would be

@@ -1,12 +1,12 @@
-"""What a cluster costs: its link, every pair of ranks, memory and codecs. A profile keeps it for the cost model.
+"""The costs of a cluster: its link, every pair of ranks, memory and codecs. A profile keeps them for the cost model.
 
 Latency and bandwidth of every ordered pair are measured in rounds in which each rank has one partner. The rounds are
 those of a tournament by the circle method: one rank stays, the others rotate. With four ranks:
 
     0-3 1-2     0-2 3-1     0-1 2-3
 
-With an odd number of ranks, one rests in each round. All pairs of a round measure at once. A switch should carry all of
-them at the full rate; if it does not, a job will find the same.
+With an odd number of ranks, one pauses in each round. All pairs of a round measure at once. A switch should carry all
+of them at the full rate; if it does not, a job will have the same limit.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ byte has come. A message of n bytes over idle links of equal rate B with latency
 for each other, as the gap per byte of LogGP makes them wait (Alexandrov, Ionescu, Schauser and Scheiman, LogGP, SPAA
 1995).
 
-Events come in the order of their times. A rank is a generator, such as the steps of an allreduce: it does what can be
-done now, and yields while it must wait. `Pending.Test`, MPI's way to ask whether a message is complete, compares the
+Events come in the order of their times. A rank is a generator, such as the steps of an allreduce: it makes all possible
+progress, and yields while it must wait. `Pending.Test`, MPI's way to ask whether a message is complete, compares the
 time of completion with the clock of the rank. A rank that has yielded is resumed when the next of its messages is
 complete.
 """

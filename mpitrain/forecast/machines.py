@@ -84,7 +84,7 @@ class Machines:
 
     @property
     def num_ranks(self) -> int:
-        """The most ranks that there is room for."""
+        """The largest possible number of ranks."""
         return self.num_nodes * self.ranks_per_node
 
     def rack_of(self, node: int) -> int:
@@ -92,14 +92,14 @@ class Machines:
         return node // self.nodes_per_rack if self.nodes_per_rack else 0
 
     def pair_bytes_per_second(self, source: int, target: int) -> float:
-        """What one message gets at most from one node to another; infinity: as much as the links."""
+        """The highest rate of one message from one node to another; infinity: that of the links."""
         return self.pairs[source][target] if self.pairs else math.inf
 
     def nodes_of(self, num_ranks: int) -> tuple[int, ...]:
-        """The node of each of so many ranks. Nodes are filled one after the other.
+        """The node of each of this many ranks. Nodes are filled one after the other.
 
         Raises:
-            ConfigError: there is no room for so many.
+            ConfigError: there is no room for this many.
         """
         if not 1 <= num_ranks <= self.num_ranks:
             raise ConfigError(
@@ -149,7 +149,7 @@ def from_profile(path: Path) -> Machines:
     """The machines on which `mpitrain bench --save-profile` has measured; see machines_of.
 
     Raises:
-        ConfigError: there is no such file, it is damaged, or it says nothing of a network.
+        ConfigError: there is no such file, it is damaged, or it has no data on a network.
     """
     text = read_profile(path)
     profile = from_json(text, str(path))
@@ -205,7 +205,7 @@ def read_machines(path: Path) -> Machines:
 
 
 class _MachinesFile:
-    """A file in reading."""
+    """A file that is being read."""
 
     def __init__(self, path: Path, text: str, content: Mapping[str, Any]) -> None:
         self._path = path
@@ -213,7 +213,7 @@ class _MachinesFile:
         self._content = content
 
     def machines(self) -> Machines:
-        """Return what it says."""
+        """Return its content."""
         self._check_names()
         count = self._whole("nodes", "count", _MOST_NODES)
         latency = self._number("nodes", "latency_us", DEFAULT.latency_seconds / _US, least=0.0) * _US

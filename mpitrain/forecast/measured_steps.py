@@ -81,7 +81,8 @@ class HostTimes:
         return sum(number for _, number in self.parameters)
 
     def part(self, num_ranks: int) -> PartTimes | None:
-        """The part among so many ranks: as measured, or between two that were. None: there is none."""
+        """The part among this many ranks: as measured, or interpolated between two measured ones. None: there is
+        none."""
         if self.is_fixed:
             return self.parts[0]
         below = [part for part in self.parts if part.num_ranks <= num_ranks]
@@ -108,17 +109,17 @@ class HostTimes:
         )
 
 
-# Steps of which the third quarter takes so many times as long as the first have no typical time.
+# If the third quartile of the steps' times is this many times the first, they have no typical time.
 _WILD = 2.0
-_FEW_STEPS = 8  # of fewer, a person is told the number
+_FEW_STEPS = 8  # of fewer, the message has the number
 
 
 def read_times(path: Path, script: str) -> list[HostTimes]:
     """Read what the ranks have written, by rank.
 
     Raises:
-        DataError: the script has made no steps that can be measured, too few of them, or steps that differ wildly; or
-            it trains otherwise on another host.
+        DataError: the script has made no steps that can be measured, too few of them, or steps whose times vary widely;
+            or it trains differently on another host.
     """
     try:
         text = path.read_text()
@@ -155,7 +156,7 @@ def read_times(path: Path, script: str) -> list[HostTimes]:
 
 
 def doubts(hosts: Sequence[HostTimes]) -> list[str]:
-    """Lines about parts of batches whose steps differ wildly."""
+    """Lines about parts of batches whose step times vary widely."""
     return [
         f"doubtful from {part.num_ranks} ranks on: on {host.host}, {_spread(part)}"
         for host in hosts

@@ -73,7 +73,7 @@ def _finish() -> None:
 
 
 def transport_choices(world: World) -> list[str]:
-    """Describe what `auto` does with buffers on GPUs in this World, in lines for people. Collective."""
+    """Describe what `auto` does with buffers on GPUs in this World, in lines for the user. Collective."""
     return choose(world, KINDS)[1].lines()
 
 

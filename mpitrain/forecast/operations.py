@@ -106,7 +106,7 @@ def _allreduce(world: World, options: Options) -> MakeVariants:
 
 
 def tolerance(codec: Codec, size: int) -> float:
-    """Return the largest error by the codec of a sum of values in [-1, 1] over so many ranks.
+    """Return the largest error by the codec of a sum of values in [-1, 1] over this many ranks.
 
     Each part is rounded once, and so is the sum. A hundredth is added for the codec's roundings in partial sums.
     """

@@ -1,8 +1,8 @@
-"""Step times of a script for numbers of ranks and ways to exchange, and what a plan says of them.
+"""Step times of a script for numbers of ranks and exchange configurations, and the report of a plan on them.
 
 The computation was measured, and the sums are simulated.
 
-What the simulation of a training (training.py) does not have is added here, each with its meaning:
+Costs that the simulation of a training (training.py) lacks are added here:
 
     vote     a step ends with an agreement of all ranks: ceil(log2 p) messages one after the other
     at once  where sums of all hosts were measured, links carry for each algorithm what they carried then, all at once
@@ -23,7 +23,7 @@ from mpitrain.allreduce.costs import bucket_bytes
 from mpitrain.errors import ConfigError
 from mpitrain.forecast.machines import Machines
 from mpitrain.forecast.measured_steps import HostTimes, PartTimes, doubts
-from mpitrain.forecast.report import Panel, Point, SimulationReport, counted, shown_seconds
+from mpitrain.forecast.report import IDEAL, Panel, Point, SimulationReport, counted, shown_seconds
 from mpitrain.forecast.serving import SimulatedServing, simulate_serving
 from mpitrain.forecast.training import SimulatedTraining, simulate_steps
 from mpitrain.forecast.ways import ExchangeWay, coded_ways, other_ways, plain_ways, resized_ways
@@ -43,7 +43,7 @@ _FASTER = 10  # times the rate of the links, for the question whether another sw
 
 @dataclass(frozen=True)
 class Forecast:
-    """One way with some ranks.
+    """One exchange configuration with a number of ranks.
 
     Attributes:
         num_ranks, way: which.
@@ -70,7 +70,7 @@ class Forecast:
 
     @property
     def efficiency(self) -> float:
-        """The share of what so many machines would make without each other."""
+        """The throughput as a share of that of this many independent machines."""
         return self.speedup / self.num_ranks
 
 
@@ -99,7 +99,7 @@ class Planner:
         self._alone = min((host.parts[0] for host in hosts), key=lambda part: part.seconds / part.samples)
 
     def has_profile(self, num_ranks: int) -> bool:
-        """Whether a job of so many ranks has the profile. It is of all machines, so a smaller job would refuse it."""
+        """Whether a job of this many ranks has the profile. It is of all machines, so a smaller job would refuse it."""
         return self._is_profiled and num_ranks == self.machines.num_ranks
 
     def alone(self) -> Forecast:
@@ -108,7 +108,8 @@ class Planner:
         return Forecast(1, ExchangeWay(), part.seconds, part.samples, 1.0, 0.0, "compute")
 
     def best(self, num_ranks: int, tell: Callable[[str], object] = lambda _: None) -> list[Forecast]:
-        """Forecast every way that makes sense with so many ranks, the fastest first; [] if a rank had no samples."""
+        """Forecast every configuration that makes sense with this many ranks, the fastest first; [] if a rank had no
+        samples."""
         num_nodes = min(-(-num_ranks // self.machines.ranks_per_node), self.machines.num_nodes)
         if any(self._part(node, num_ranks) is None for node in range(num_nodes)):
             return []
@@ -128,7 +129,7 @@ class Planner:
         return sorted([*whole, *others], key=lambda row: -row.samples_per_second)
 
     def with_links(self, factor: float) -> Planner:
-        """The same with links that are so many times as fast, and with no other limit."""
+        """The same with links that are this many times as fast, and with no other limit."""
         return Planner(
             [replace(host, sums={}) for host in self._hosts],
             _with_rates(self.machines, factor * max(self._shares.values(), default=1.0)),
@@ -136,7 +137,8 @@ class Planner:
         )
 
     def as_measured(self, way: ExchangeWay, seconds: float, num_ranks: int) -> Planner:
-        """The same with links whose forecast of this way is what was measured, as far as links can explain it."""
+        """The same with links for which the forecast of this configuration equals the measurement, as far as links can
+        explain it."""
         factor, scaled = 1.0, self
         for _ in range(_ATTEMPTS):
             row = scaled.forecast(num_ranks, way)
@@ -150,17 +152,18 @@ class Planner:
         return scaled
 
     def noise(self, row: Forecast) -> float:
-        """Seconds of a step, by which another way must be faster than `row`: the steps were measured so exactly."""
+        """The seconds of a step by which another configuration must be faster than `row`, from the precision of the
+        measured steps."""
         nodes = range(self.machines.nodes_of(row.num_ranks)[-1] + 1)
         parts = [part for node in nodes if (part := self._part(node, row.num_ranks)) is not None]
         return noise(row.step_seconds, max((part.error for part in parts), default=0.0))
 
     def plain(self, num_ranks: int) -> Forecast:
-        """Forecast the fastest way that exchanges every step in full."""
+        """Forecast the fastest configuration that exchanges every step in full."""
         return self._fastest(num_ranks, plain_ways(num_ranks, self.machines.ranks_per_node))
 
     def forecast(self, num_ranks: int, way: ExchangeWay) -> Forecast:
-        """Forecast one way. Raises ConfigError if it cannot be simulated."""
+        """Forecast one configuration. Raises ConfigError if it cannot be simulated."""
         if way.servers:
             return self._served(num_ranks, way)
         part, training = self._training(num_ranks, way)
@@ -237,7 +240,7 @@ class Planner:
         part = self._part(0, workers)
         assert part is not None
         samples = max(1, round(part.samples))
-        machines = self._machines_of(num_ranks, workers, _OF_CODECS)  # no vote: a worker agrees with nobody
+        machines = self._machines_of(num_ranks, workers, _OF_CODECS)  # no vote: a worker makes no agreement with others
         serving = SimulatedServing(self._count, part.seconds, samples, "sync")
         rate, link, share = simulate_serving(machines, way.servers, workers, serving, _SERVER_ROUNDS)
         return self._row(num_ranks, way, samples * workers / rate, workers, link if share >= 0.5 else "compute")
@@ -249,7 +252,7 @@ def _seconds(part: PartTimes | None) -> float:
 
 
 def _with_rates(machines: Machines, factor: float) -> Machines:
-    """The machines with links that are so many times as fast."""
+    """The machines with links that are this many times as fast."""
     return replace(
         machines,
         link_bytes_per_second=tuple(rate * factor for rate in machines.link_bytes_per_second),
@@ -258,7 +261,8 @@ def _with_rates(machines: Machines, factor: float) -> Machines:
 
 
 def _at_once(machines: Machines, name: str, seconds: float) -> float:
-    """What links carry if a sum of all ranks takes so long, as a share of what one of them carried; at most 1."""
+    """The rate of links if a sum of all ranks takes this long, as a share of the rate of one of them alone; at most
+    1."""
     only = SimulatedTraining(SUM_BYTES // 4, 1e-9, 1, name, buckets=((SUM_BYTES // 4, 1.0),))
     return min(1.0, simulate_steps(machines, machines.num_ranks, only, 1).mean_seconds / seconds)
 
@@ -277,7 +281,7 @@ def plan_report(
     Args:
         ranks: numbers of ranks, each at least 1.
         command: the line that runs a row.
-        shows_all: every way is shown, and not only the best few.
+        shows_all: show every configuration, and not only the best few.
         tell: called with what is being simulated.
 
     Raises:
@@ -306,14 +310,20 @@ def plan_report(
         ],
         "ranks",
         [
-            Panel("samples/s", _lines(rows, lambda row: row.samples_per_second)),
+            Panel("samples/s", {**_lines(rows, lambda row: row.samples_per_second), IDEAL: _ideal(rows)}, log_base=2),
             Panel("efficiency", _lines(rows, lambda row: row.efficiency)),
         ],
     )
 
 
+def _ideal(rows: Mapping[int, Sequence[Forecast]]) -> list[Point]:
+    """Return the samples/s of as many times the fastest host alone."""
+    speeds = {number: ways[0].samples_per_second / ways[0].efficiency for number, ways in rows.items()}
+    return [(number, speed, speed, speed) for number, speed in speeds.items()]
+
+
 def sentence(planner: Planner, host: HostTimes, rows: Mapping[int, Sequence[Forecast]]) -> str:
-    """Say in a sentence what the most machines make of the script, plain, with bf16, and with faster links."""
+    """Summarize in a sentence the speed on the largest number of machines: plain, with bf16, and with faster links."""
     part = host.parts[0]
     rates = planner.machines.link_bytes_per_second
     gbit = statistics.median(rates) * 8 / 1e9

@@ -38,7 +38,7 @@ def _run(program: Sequence[str]) -> None:
     try:
         code = compile(Path(program[0]).read_bytes(), program[0], "exec", dont_inherit=True)
     except SyntaxError:
-        sys.tracebacklimit = 0  # as Python says it, without a frame of mpitrain
+        sys.tracebacklimit = 0  # as Python reports it, without a frame of mpitrain
         raise
     exec(code, vars(module))
 

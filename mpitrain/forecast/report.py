@@ -1,4 +1,4 @@
-"""What is shown: a table for people, rows with all digits, answers in words, and a picture of lines."""
+"""The report: a table for users, rows with all digits, answers in words, and a line chart."""
 
 from __future__ import annotations
 
@@ -135,7 +135,9 @@ def draw(
     grid: Sequence[Sequence[Panel]],
     x_text: Callable[[float], str] = lambda value: f"{value:g}",
 ) -> None:
-    """Draw panels: lines, each with a band from its lowest to its highest points.
+    """Draw panels: lines, each with a band from its lowest to its highest points, and one legend below them.
+
+    A name has one colour in all panels. A line whose name begins with IDEAL is black and dashed.
 
     Args:
         path: of the picture; overwritten.
@@ -153,12 +155,17 @@ def draw(
     figure = Figure(figsize=(5.5 * len(grid[0]), 4.2 * len(grid)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize="medium")
+    handles: dict[str, Any] = {}
+    names = [name for panels in grid for panel in panels for name in panel.lines if not name.startswith(IDEAL)]
+    colors = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(names))}
     for all_axes, panels in zip(figure.subplots(len(grid), len(grid[0]), squeeze=False), grid, strict=True):
         for axes, panel in zip(all_axes, panels, strict=True):
             for name, points in panel.lines.items():
                 xs, lows, means, highs = zip(*sorted(points), strict=True)
-                (drawn,) = axes.plot(xs, means, "k--" if name.startswith(IDEAL) else "o-", linewidth=1, label=name)
-                axes.fill_between(xs, lows, highs, alpha=0.2, color=drawn.get_color())
+                color = colors.get(name, "black")
+                form = "--" if name.startswith(IDEAL) else "o-"
+                (handles[name],) = axes.plot(xs, means, form, color=color, linewidth=1)
+                axes.fill_between(xs, lows, highs, alpha=0.2, color=color)
             axes.set_xscale("log", base=2)
             axes.set(xlabel=x_label, ylabel=panel.label, title=panel.title)
             if panel.log_base:
@@ -168,7 +175,8 @@ def draw(
                 axes.set_ylim(0, None)
             axes.xaxis.set_major_formatter(lambda value, _: x_text(value))
             axes.grid(visible=True, alpha=0.3)
-            axes.legend()
+    # Where no curve is.
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6, frameon=False)
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:

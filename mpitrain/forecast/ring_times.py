@@ -9,9 +9,9 @@ follow number by number, for each rank from those of its left neighbour:
                             arrives     over the links of events.py, after number j - 1
                             is ready    when it has arrived, number j - 1 is ready, and it has been added
 
-One thing is not known in that order: while a rank adds, it does not notice that a message has left, and sends the next
+One effect is not known in that order: while a rank adds, it does not notice that a message has left, and sends the next
 one later. This delay changes nothing while the link still has older messages to send. The loop checks this, and gives
-up if it is not so: then the events decide (training.py).
+up otherwise: then the events decide (training.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_LINKS = 4  # of a way: out, up, down, in
 
 
 class OrderUnknownError(Exception):
-    """The times depend on what only events know."""
+    """The times depend on an order that only the events determine."""
 
 
 class RecordedRing(NamedTuple):
@@ -150,7 +150,7 @@ class RingTimes:
             float64[ranks]: when each rank has the last sum.
 
         Raises:
-            OrderUnknownError: see the module. The times of this object are then worth nothing.
+            OrderUnknownError: see the module. The times of this object are then invalid.
         """
         ends = begins[self._members]
         for bucket, ready in zip(self._buckets, ready_at[:, self._members], strict=True):

@@ -1,4 +1,4 @@
-"""How often to save: a training that loses what it has not saved when a node fails.
+"""How often to save: a training that loses its unsaved work when a node fails.
 
     |-- every --|save|-- every --|save|-- ev X  restart |-- every --|save| ...
                                        failure: the work since the last save is lost
@@ -102,7 +102,7 @@ def expected_seconds(failing: Failing, every_seconds: float) -> float:
 
 
 def simulate_failures(failing: Failing, every_seconds: float, random: numpy.random.Generator) -> float:
-    """Return the time from the begin to the end of one training. It ends with a save."""
+    """Return the time from the start to the end of one training. It ends with a save."""
     elapsed = saved = restart = 0.0
     while True:
         until_failure = random.exponential(failing.mtbf_seconds)
@@ -169,7 +169,7 @@ def saves_report(failing: Failing, intervals: Sequence[float] | None, num_seeds:
 
 
 def _as_fast(best: SavesRow, rows: Sequence[SavesRow]) -> str:
-    """Say which other intervals take as long: within noise."""
+    """List the other intervals that take as long, within noise."""
     others = [
         shown_seconds(row.every_seconds)
         for row in rows

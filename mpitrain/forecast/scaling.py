@@ -33,7 +33,7 @@ class ScalingRow:
         lowest_seconds, highest_seconds: means of the fastest and of the slowest seed.
         error_seconds: the standard error of step_seconds over seeds.
         samples_per_second: of all ranks.
-        efficiency: samples/s as a share of what the ranks would make without each other.
+        efficiency: samples/s as a share of that of independent ranks.
         bound: see SimulatedRun.
     """
 
@@ -103,7 +103,7 @@ def scaling_report(
 def _warning(
     machines: Machines, trainings: Mapping[str, SimulatedTraining], ranks: Sequence[int], num_steps: int
 ) -> str:
-    """What to say before a simulation that takes long; "" if it does not."""
+    """The warning before a simulation that takes long; "" if it does not."""
     total, seconds, most, largest = 0, 0.0, 0, ""
     for num_ranks in set(ranks):
         for name, training in trainings.items():
@@ -235,7 +235,7 @@ def servers_report(
         num_seeds: without a spread, one is enough.
 
     Raises:
-        ConfigError: there is no room for so many, or no such mode. Nothing was simulated.
+        ConfigError: there is no room for this many, or no such mode. Nothing was simulated.
     """
     servers, workers = sorted(set(servers)), sorted(set(workers))
     for num_servers in servers:

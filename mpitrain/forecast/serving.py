@@ -35,7 +35,7 @@ _ASK, _UNIT, _PULL, _PARAMETERS, _PUSH, _HAVE = range(6)
 
 @dataclass(frozen=True)
 class SimulatedServing:
-    """What a work unit of a worker is.
+    """A work unit of a worker.
 
     Attributes:
         num_parameters: float32. A worker pulls all of them, and pushes as many gradients, for each unit.
@@ -43,7 +43,7 @@ class SimulatedServing:
         num_samples: of one unit.
         mode: one of MODES.
         spread: standard deviation of the logarithm of the time of a computation, whose mean stays.
-        staleness: in mode bounded, a worker waits while it is more than so many units ahead of the slowest one.
+        staleness: in mode bounded, a worker waits while it is more than this many units ahead of the slowest one.
     """
 
     num_parameters: int
@@ -149,7 +149,7 @@ class _Serving:
         # An epoch without end, so that no unit is cut short.
         self._queue = WorkQueue(2**62)
         self._mode = self._make_mode()
-        self._told: set[int] = set()  # the workers that have heard that the run is over
+        self._told: set[int] = set()  # the workers that were told that the run is over
         self._answered: list[float] = []  # when each unit was used
 
     def run(self, num_units: int) -> tuple[float, str, float]:
@@ -227,7 +227,7 @@ class _Serving:
         pushes = {worker: connections.expect(worker, _PUSH, part_bytes) for worker in self._workers}
         while True:
             for worker in [worker for worker, pull in pulls.items() if pull.Test()]:
-                if worker in self._told:  # it says goodbye
+                if worker in self._told:  # it disconnects
                     del pulls[worker]
                     continue
                 pulls[worker] = connections.expect(worker, _PULL, 0)

@@ -1,7 +1,8 @@
 """The allreduce algorithms of mpitrain on simulated ranks.
 
 They are made for a World, of which they use few attributes. SimulatedWorld has these, with a communicator in simulated
-time and arrays without contents. What no message carries is replaced: shared memory of a node, and the work of a codec.
+time and arrays without contents. The parts that send no messages are replaced: shared memory of a node, and the work of
+a codec.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def check_sum(name: str, codec: str, num_nodes: int, costs: Profile = DEFAULT) -
     check_name(name)
     if name == "native":
         raise ConfigError(
-            "the algorithm native is MPI's own allreduce, and its messages are the library's secret; simulate another "
+            "the algorithm native is MPI's own allreduce, and its messages are not known; simulate another "
             f"one: {', '.join(sorted(set(ALGORITHMS) - {'native'}))}"
         )
     if name == "shared_memory" and num_nodes > 1:
@@ -221,7 +222,7 @@ def make_sums(events: Events, machines: Machines, node_of: Sequence[int], name: 
 
 
 def flat_buffer(events: Events, machines: Machines, count: int) -> numpy.ndarray:
-    """Make a float32 buffer without contents that every rank may hand to its sum.
+    """Make a float32 buffer without contents that every rank may pass to its sum.
 
     An addition takes the running rank the time of the machines' memory, and so does a copy.
     """

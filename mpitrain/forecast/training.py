@@ -51,7 +51,7 @@ class SimulatedTraining:
         bucket_mib: of gradients; None: what a job would choose.
         sync_every: steps of a round. 1: gradients are summed in each step. More: parameters, after so many steps.
         spread: standard deviation of the logarithm of the time of a computation, whose mean stays. 0: none.
-        straggler: the last rank takes so many times as long to compute.
+        straggler: the last rank takes this many times as long to compute.
         buckets: the place in the gradients at which each bucket ends, and the share of the computation after which its
             gradients are ready, in place of `bucket_mib` and of times in proportion to bytes.
     """
@@ -221,19 +221,20 @@ class _Simulation:
         self._computed.append((float(computing.mean()), float(computing.max())))
 
     def is_steady(self) -> bool:
-        """True if the next step would be as the last one: no spread, and every rank begins as much after rank 0."""
+        """True if the next step would equal the last one: no spread, and every rank begins as long after rank 0 as
+        before."""
         if self._training.spread:
             return False
         before, now = self._before - self._before[0], self._begins - self._begins[0]
         return bool(numpy.abs(now - before).max() <= _SAME * self._seconds[-1])
 
     def repeat(self, times: int) -> None:
-        """Take so many steps as the last one."""
+        """Repeat the last step this many times."""
         self._seconds += self._seconds[-1:] * times
         self._computed += self._computed[-1:] * times
 
     def result(self) -> SimulatedRun:
-        """What has come out."""
+        """The result."""
         simulated = float(self._begins.max())
         total = sum(self._seconds)
         link = max(self._network.links, key=lambda one: one.busy_seconds)

@@ -1,4 +1,4 @@
-"""The ways to exchange that a plan compares, and how a user takes each of them."""
+"""The exchange configurations that a plan compares, and how a user selects each of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from mpitrain.compression import CODECS, factory_of
 from mpitrain.compression.codec import CodecLoss
 
-# What a table says of the loss with a codec; see Codec.loss.
+# The text in a table about the loss with a codec; see Codec.loss.
 _WARNINGS: dict[CodecLoss, str] = {
     "none": "",
     "rare": "compare the loss",
     "costs": "costs loss",
     "not measured": "loss not measured",
 }
-# Rounds and servers train in another way, which only the user can choose.
+# Rounds and servers train differently, so only the user can choose them.
 _ROUNDS = (10, 50)
 # Without halving_doubling: on 2 to 8 measured hosts it was never the fastest, and as it polls, its processor time says
 # little about its work.
@@ -28,7 +28,7 @@ _BUCKETS_MIB = (1, 16)
 
 @dataclass(frozen=True)
 class ExchangeWay:
-    """One way to exchange.
+    """One exchange configuration.
 
     Attributes:
         algorithm: of the sums; "auto" with a codec, which decides by itself.
@@ -51,7 +51,7 @@ class ExchangeWay:
 
     @property
     def warning(self) -> str:
-        """What a table says of the loss; "": nothing."""
+        """The warning in a table about the loss; "": none."""
         return _WARNINGS["costs" if self.sync_every > 1 else loss_with(self.codec)]
 
     @property
@@ -80,7 +80,7 @@ class ExchangeWay:
         return times * coder.wire_bytes(num_bytes // 4)
 
     def command(self, num_ranks: int, launch: Sequence[str], profile: str, script: Sequence[str]) -> str:
-        """The line that runs the script in this way.
+        """The command that runs the script with this configuration.
 
         Args:
             num_ranks: how many ranks run; one needs no settings.
@@ -100,7 +100,7 @@ class ExchangeWay:
         return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), shlex.join(words)])
 
     def advice(self) -> str:
-        """What the script needs for it; "": nothing."""
+        """The change that the script needs for it; "": none."""
         if self.servers:
             return 'strategy mt.ParameterServer("sync") in the script'
         return f"strategy mt.LocalSGD({self.sync_every}) in the script" if self.sync_every > 1 else ""
@@ -108,14 +108,14 @@ class ExchangeWay:
 
 @functools.cache
 def loss_with(codec: str) -> CodecLoss:
-    """What was measured of the loss of trainings with a codec, "none", or power_sgd, which is no codec."""
+    """The measured loss of trainings with a codec, "none", or power_sgd, which is not a codec."""
     if codec == "none":
         return "none"
     return factory_of(codec)(False).loss if codec.partition(":")[0] in CODECS else "costs"
 
 
 def way_of_settings(algorithm: str, bucket_mib: float, codec: str) -> ExchangeWay:
-    """The way of a job with these settings; 0 MiB: none is set."""
+    """The configuration of a job with these settings; 0 MiB: none is set."""
     return ExchangeWay("auto" if codec != "none" else algorithm, codec, bucket_mib or None)
 
 
@@ -132,7 +132,7 @@ def coded_ways(measured: Sequence[str]) -> list[ExchangeWay]:
 
 
 def resized_ways(way: ExchangeWay) -> list[ExchangeWay]:
-    """The same way with other buckets."""
+    """The same configuration with other bucket sizes."""
     return [ExchangeWay(way.algorithm, way.codec, bucket_mib) for bucket_mib in _BUCKETS_MIB]
 
 

@@ -1,4 +1,4 @@
-"""adasum: of the gradients of all ranks, a sum where they point apart, a mean where they agree. For each tensor alone.
+"""adasum: for each tensor, the sum of the ranks' gradients where they are orthogonal, the mean where they agree.
 
 Two gradients a and b of a tensor become
 
@@ -46,7 +46,7 @@ from mpitrain.waiting.pieces import Mover
 
 _TAG = 41
 _AT_ONCE = 2**16  # elements that are computed with in float64 at one time
-# A gradient with a smaller squared norm is taken for zero, as in Horovod: a quotient of such numbers means nothing.
+# A gradient with a smaller squared norm counts as zero, as in Horovod: a quotient of such numbers is meaningless.
 _LEAST_SQUARE = float(numpy.sqrt(numpy.finfo(numpy.float64).tiny))
 
 

@@ -1,4 +1,4 @@
-"""Who this rank is, and what Horovod's scripts ask about its build."""
+"""The rank's numbers, and Horovod's queries about its build."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ mpi_enabled = mpi_built
 
 
 def gloo_built() -> bool:
-    """Return False: this library of Horovod's is not used here."""
+    """Return False: Gloo is not used here."""
     return False
 
 
@@ -90,6 +90,6 @@ def nccl_built() -> int:
 
 
 def _nodes() -> list[int]:
-    """The nodes that have a rank with the local rank of this one."""
+    """The nodes that have a rank with this rank's local rank."""
     world = current().world
     return [node for node in range(world.num_nodes) if world.node_ranks.count(node) > world.local_rank]

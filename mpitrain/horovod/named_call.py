@@ -1,4 +1,4 @@
-"""A named call of one rank, from its submission to its end; and Horovod's operators on flat host arrays."""
+"""A named call of one rank, from its submission to its end; and Horovod's operators on flat CPU arrays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Operator(enum.IntEnum):
-    """What a reduction makes of the ranks' values. The numbers are Horovod's."""
+    """The operators of a reduction. The numbers are Horovod's."""
 
     Average = 0
     Sum = 1
@@ -34,7 +34,7 @@ class Operator(enum.IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> None:
-        raise ValueError(f"op={value!r} is no operator; give one of {', '.join(op.name for op in cls)}")
+        raise ValueError(f"op={value!r} is not an operator; give one of {', '.join(op.name for op in cls)}")
 
     def check(self, dtype: numpy.dtype, *factors: float) -> None:
         """Raise ValueError unless the operator with these factors can be applied to values of a dtype."""
@@ -43,7 +43,7 @@ class Operator(enum.IntEnum):
             raise ValueError(f"Adasum of {dtype}; it takes {allowed}: convert the tensor, or use Sum")
         if dtype.kind == "b" and (self is Operator.Average or any(factor != 1.0 for factor in factors)):
             raise ValueError(
-                f"{self.name} of bool: booleans have no mean and take no factor; use Max or Min, or convert them"
+                f"{self.name} of bool: booleans have no mean and no factors; use Max or Min, or convert them"
             )
         if dtype.kind == "c" and self in (Operator.Min, Operator.Max):
             raise ValueError(f"{self.name} of {dtype}: complex numbers have no order")
@@ -69,7 +69,7 @@ class Reduced(NamedTuple):
     Attributes:
         op: the operator.
         prescale, postscale: factors before and after.
-        flats: the arrays: one-dimensional, on the host.
+        flats: the arrays: one-dimensional, on the CPU.
     """
 
     op: Operator
@@ -96,7 +96,8 @@ class Reduced(NamedTuple):
 
 
 def scale(flat: numpy.ndarray, factor: float) -> None:
-    """Multiply in place: integers in float64 and toward zero, 16-bit floats in float32, others in their own dtype."""
+    """Multiply in place: integers in float64, rounded toward zero; 16-bit floats in float32; others in their own
+    dtype."""
     if factor == 1.0:
         return
     if flat.dtype.kind in "iu":
@@ -117,15 +118,15 @@ def no_steps(_: Details) -> Progress:
 
 @uncompiled
 class NamedCall(Call):
-    """A call of this rank. Horovod's users know it as a handle.
+    """A call of this rank. In Horovod's API it is a handle.
 
     Attributes:
         submission: what the other ranks are told.
         reduced: what an allreduce works on; None: `work` makes the steps of the call from its details.
-        finish: makes the result of a call that has ended. Neither function refers to the call: the memory of a cycle
-            would stay until Python looks for it.
+        finish: makes the result of a call that has ended. Neither function refers to the call: a reference cycle would
+            keep memory until Python's garbage collection.
         is_agreed: all ranks have submitted the call.
-        details: those of the submissions, in rank order, once it is agreed.
+        details: of the submissions, in rank order, once the call is agreed.
     """
 
     def __init__(self, channel: NamedChannel, key: str) -> None:
@@ -167,7 +168,7 @@ class NamedCall(Call):
 
 
 class WhileOpen(Collection[int]):
-    """The other ranks, as long as not all of them have submitted a call. A rank that has ended will never do so."""
+    """The other ranks, as long as some have not submitted a call. A rank that has ended never will."""
 
     def __init__(self, call: NamedCall) -> None:
         self._call = call

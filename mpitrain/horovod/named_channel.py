@@ -1,6 +1,6 @@
-"""The channel of one process set: it executes what all its ranks have submitted, in one order.
+"""The channel of one process set: it executes, in one order, the calls that all its ranks have submitted.
 
-Small allreduces run together in one buffer, any other call by itself.
+Small allreduces run together in one buffer, and every other call separately.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Horovod's default of HOROVOD_FUSION_THRESHOLD.
 FUSED_BYTES = 128 * 2**20
-# A longer array runs by itself, without a copy into the common buffer.
+# A longer array runs separately, without a copy into the common buffer.
 ALONE_BYTES = 4 * 2**20
 _TAG = 21
 
@@ -57,7 +57,7 @@ class NamedChannel(Channel):
         return f"Horovod's {self.name}"
 
     def numbered(self, kind: str) -> str:
-        """Return the name of a call without a name: the next number of its kind. Ranks number alike."""
+        """Return the name of a call without a name: the next number of its kind, which is the same on all ranks."""
         with self._naming:
             self._numbers[kind] += 1
             return f"noname.{self._numbers[kind]}"
@@ -65,7 +65,7 @@ class NamedChannel(Channel):
     def submit(self, call: NamedCall, *, hurries: bool = True) -> NamedCall:
         """Submit a call. It runs once all ranks have submitted it.
 
-        Unless it `hurries`, the other ranks may be told as late as when this rank waits for the call, or for another.
+        Unless it `hurries`, the other ranks may be told only when this rank waits for this or another call.
 
         Raises:
             ValueError: a call of the same kind and name is under way on this rank.
@@ -102,7 +102,7 @@ class NamedChannel(Channel):
         raise error
 
     def absent(self, key: str) -> str:
-        """Say which ranks have not submitted a name, as far as this rank knows: rank 0 of the set does."""
+        """Describe which ranks have not submitted a name, if this rank knows: only rank 0 of the set does."""
         missing = self._negotiation.missing(key) if self._negotiation is not None else []
         return f", so far without {', '.join(map(self.world.name, missing))}" if missing else ""
 
@@ -127,7 +127,7 @@ class NamedChannel(Channel):
         return True
 
     def _negotiate(self) -> None:
-        """Tell and hear what has been submitted and agreed on."""
+        """Exchange submissions and agreements with the other ranks."""
         submissions = [self._outbox.popleft() for _ in range(len(self._outbox))]
         if self._negotiation is None:
             if submissions:
@@ -151,7 +151,7 @@ class NamedChannel(Channel):
             if item.key == JOIN:
                 self._begin_batches(calls)
                 calls = []
-                self._numbers.clear()  # ranks that had joined have numbered fewer calls than the others
+                self._numbers.clear()  # joined ranks have numbered fewer calls than the others
             elif not item.error:
                 calls.append((call, item))
                 continue
@@ -180,11 +180,11 @@ def _nothing_or(error: str) -> Progress:
 
 @dataclass
 class Batch:
-    """What runs at once.
+    """The calls that run together.
 
     Attributes:
         calls: this rank's calls that end with it.
-        reduced: for an allreduce, of the arrays of one or of several calls; None: the only call has its own steps.
+        reduced: for an allreduce, the arrays of one or several calls; None: the only call has its own steps.
     """
 
     calls: list[NamedCall] = field(default_factory=list)
@@ -198,7 +198,7 @@ class Batch:
 
 
 def batches(calls: Iterable[tuple[NamedCall | None, Agreed]]) -> Iterator[Batch]:
-    """Divide calls into batches. All ranks come to the same ones, because they know the same of each array."""
+    """Divide calls into batches. All ranks get the same batches, because they have the same facts about each array."""
     current: Batch | None = None
     flats: list[numpy.ndarray] = []
     num_bytes = 0
@@ -235,14 +235,14 @@ def _fits(batch: Batch, reduced: Reduced, flat: numpy.ndarray) -> bool:
 
 
 def _zeros(agreed: Agreed) -> Reduced:
-    """What a rank that has joined contributes."""
+    """The contribution of a rank that has joined."""
     assert agreed.zeros is not None
     op, prescale, postscale, *arrays = agreed.zeros
     return Reduced(op, prescale, postscale, [numpy.zeros(count, dtype) for dtype, count in arrays])
 
 
 class Mail:
-    """Messages of Python objects on a communicator without others, sent and received without waiting.
+    """Messages of Python objects on a communicator of their own, sent and received without waiting.
 
     Those of one sender arrive in order.
     """
@@ -261,12 +261,12 @@ class Mail:
         self._sends += [(self._comm.Isend(content, rank, _TAG), content) for rank in ranks]
 
     def is_sent(self) -> bool:
-        """Do what can be done without waiting. True if MPI has taken all that was sent."""
+        """Make progress without waiting. True if MPI has sent everything."""
         self._sends = [send for send in self._sends if not send[0].Test()]
         return not self._sends
 
     def arrived(self) -> Iterator[tuple[int, Any]]:
-        """Yield the sender and the object of each message that is here."""
+        """Yield the sender and the object of each message that has arrived."""
         while True:
             if self._incoming is None:
                 message = self._comm.Improbe(self._any, _TAG, self._status)

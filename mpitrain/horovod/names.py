@@ -1,4 +1,4 @@
-"""Names that an interface does not have at once: its larger parts, and those that are no part of it."""
+"""Names that an interface does not have at import: its larger parts, which load later, and unknown names."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def part_or_refusal(module: str, name: str, parts: Mapping[str, tuple[str, str]]
 
     Args:
         module: the interface.
-        name: what a script asks it for.
+        name: the name that a script asks for.
         parts: the parts that are loaded when they are first used: module, and name in it ("": the module itself).
         names: the other names of the interface.
 
     Raises:
-        AttributeError: there is no such name. The text says which is nearest.
+        AttributeError: there is no such name. The text gives the nearest one.
     """
     if name in parts:
         home, inside = parts[name]

@@ -1,4 +1,4 @@
-"""Which names have all ranks submitted? Rank 0 of a process set keeps this table. It sends nothing itself."""
+"""The table of the names that ranks have submitted. Rank 0 of a process set keeps it. It sends nothing itself."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ class Submission(NamedTuple):
     """What one rank has submitted.
 
     Attributes:
-        key: the kind of call and the name, such as allreduce.weight. Ranks meet by it.
-        lines: what must be equal on all ranks, in words.
-        detail: what may differ, and all ranks need: lengths along the first dimension, splits, or StepsMade.code.
+        key: the kind of call and the name, such as allreduce.weight. It matches the calls of the ranks.
+        lines: texts that must be equal on all ranks.
+        detail: values that may differ and that all ranks need: lengths along the first dimension, splits, or
+            StepsMade.code.
         zeros: what a rank that has joined needs to contribute zeros; None: the call cannot have such ranks.
     """
 
@@ -27,7 +28,7 @@ class Submission(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What all ranks do next: execute a call, or let it fail.
+    """The next action of all ranks: execute a call, or let it fail.
 
     Attributes:
         key: that of the submissions.
@@ -53,14 +54,14 @@ class Negotiation:
         self._joined: list[int] = []  # in the order in which they have joined
 
     def submit(self, rank: int, submissions: Sequence[Submission]) -> list[Agreed]:
-        """Note what a rank has submitted. Return what all ranks can do now, in the order in which they do it."""
+        """Note a rank's submissions. Return what all ranks can do now, in order."""
         agreed: list[Agreed] = []
         for submission in submissions:
             if submission.key == JOIN:
                 self._joined.append(rank)
                 agreed += [self._settle(key) for key in tuple(self._open) if self._is_complete(key)]
                 if len(self._joined) == self._size:
-                    # Nothing is open: of each name, all ranks have submitted it or have joined.
+                    # Nothing is open: for each name, every rank has submitted it or has joined.
                     agreed.append(Agreed(JOIN, ((self._joined[-1],),)))
                     self._joined = []
                 continue

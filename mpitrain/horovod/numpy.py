@@ -1,8 +1,8 @@
 """Horovod's calls on NumPy arrays: `import mpitrain.horovod.numpy as hvd`. See docs/how-to/horovod.md.
 
 The calls are those of mpitrain.horovod.torch, with the same arguments. They need PyTorch, whose tensors share the
-memory of the arrays. A call takes an array, a number, or a list of arrays if it is grouped, and gives new arrays. A
-call whose name ends with `_` replaces the values of its arrays. `synchronize` gives the result of a handle.
+memory of the arrays. A call takes an array, a number, or a list of arrays if it is grouped, and returns new arrays. A
+call whose name ends with `_` replaces the values of its arrays. `synchronize` returns the result of a handle.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _tensors(given: Any, in_place: bool) -> Any:
     array = given if in_place else numpy.asarray(given)
     problem = ""
     if isinstance(given, numpy.ndarray) and type(given) not in (numpy.ndarray, numpy.memmap):
-        problem = f"a {type(given).__name__}, of which the values alone would be sent; give numpy.asarray(x)"
+        problem = f"a {type(given).__name__}, of which only the values would be sent; give numpy.asarray(x)"
     elif not isinstance(array, numpy.ndarray):
         problem = f"a {type(array).__name__}, whose values cannot be replaced; give a NumPy array"
     elif in_place and not array.flags.writeable:
@@ -122,7 +122,7 @@ def _arrays(result: Any) -> Any:
 def _check_fits(given: Any, op: Operator, process_set: ProcessSet) -> None:
     """Raise ValueError if sums of these integers might not fit into 64 bits: they would wrap around without an error.
 
-    Arrays are not looked at. As everywhere, their sums wrap around.
+    Arrays are not checked. As everywhere, their sums wrap around.
     """
     if op not in (Operator.Average, Operator.Sum):
         return
@@ -136,7 +136,7 @@ def _check_fits(given: Any, op: Operator, process_set: ProcessSet) -> None:
 
 
 def _begins(call: Callable[..., Handle]) -> Callable[..., Handle]:
-    """The call on arrays that begins as this one on tensors."""
+    """Return the call on arrays that begins as this call on tensors does."""
     in_place = call.__name__.endswith("_")
     kind = call.__name__.removesuffix("_").removesuffix("_async")
     parameters = list(inspect.signature(call).parameters)[1:]
@@ -155,7 +155,8 @@ def _begins(call: Callable[..., Handle]) -> Callable[..., Handle]:
 
 
 def _waits(begin: Callable[..., Handle]) -> Callable[..., Any]:
-    """The call on arrays that also waits for its result. One in place returns the arrays that it was given."""
+    """Return the call on arrays that also waits for its result. An in-place call returns the arrays that it was
+    given."""
     in_place = begin.__name__.endswith("_")
 
     @functools.wraps(begin)

@@ -1,4 +1,4 @@
-"""init and shutdown; process sets: some ranks of the job that make named calls among themselves; how a call begins.
+"""init and shutdown; process sets, which are ranks that make named calls among themselves; the start of a call.
 
 Two process sets may have ranks in common.
 """
@@ -83,7 +83,7 @@ global_process_set.process_set_id = 0
 
 @dataclass
 class State:
-    """What init() has made.
+    """The objects that init() has made.
 
     Attributes:
         world: the World of the job.
@@ -100,14 +100,15 @@ _state: State | None = None
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
-    """Begin. All ranks call this. A second call does nothing.
+    """Initialise the interface. All ranks call this. A second call does nothing.
 
     Args:
         comm: None, or a communicator or list with all ranks of the job.
         process_sets: sets to add, the same on all ranks; "dynamic", as None: none yet.
 
     Raises:
-        ValueError: `comm` has other ranks; or two process sets have the same ranks, or one has ranks that do not exist.
+        ValueError: `comm` does not have all ranks of the job; or two process sets have the same ranks, or one has ranks
+            that do not exist.
         HorovodInternalError: the ranks give different process sets.
         MpitrainError: the processes do not form one job; see mpitrain.init.
     """
@@ -127,12 +128,12 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         shutdown()
         raise
     except BaseException:
-        _state = None  # such as of a lost rank, with whom nothing can be closed
+        _state = None  # for example of a lost rank, with which nothing can be closed
         raise
 
 
 def shutdown() -> None:
-    """End, once the calls under way have ended. All ranks call this. init() may follow."""
+    """Shut down, once the calls under way have ended. All ranks call this. init() may be called again."""
     global _state
     state, _state = _state, None
     if state is not None:
@@ -143,7 +144,7 @@ def shutdown() -> None:
 
 
 def renew() -> None:
-    """Begin anew in the World that is left after a loss of ranks, if init() was called before. All its ranks call this.
+    """If init() was called before, initialise again in the World that remains after a loss. All its ranks call this.
 
     Process sets are dropped, because their ranks have other numbers now.
     """
@@ -160,7 +161,7 @@ def renew() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether init() has been called, and shutdown() not since."""
+    """Return whether init() has been called, without shutdown() since then."""
     return _state is not None
 
 
@@ -210,8 +211,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         The set. Ranks of the set can make calls in it.
 
     Raises:
-        ValueError: a set with these ranks exists, or one of the ranks does not. On every rank.
-        HorovodInternalError: the ranks add different sets. On every rank.
+        ValueError: a set with these ranks exists, or one of the ranks does not. Raised on every rank.
+        HorovodInternalError: the ranks add different sets. Raised on every rank.
     """
     state = current()
     with refused_by_all("add_process_set", None, global_process_set):
@@ -256,10 +257,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's scripts give it
-    """Say that this rank has no more data. It contributes zeros to the allreduces of the others until all have joined.
+    """Declare that this rank has no more data. It contributes zeros to the others' allreduces until all have joined.
 
     Args:
-        device: ignored; a rank that has joined works on the host.
+        device: ignored; a rank that has joined works on the CPU.
 
     Returns:
         The rank that joined last.
@@ -280,10 +281,11 @@ def submit(
     *,
     hurries: bool = True,
 ) -> NamedCall:
-    """Submit a call, of which `make` says what it does. If it cannot be made, the call fails on all ranks.
+    """Submit a call that `make` defines. If it cannot be made, the call fails on all ranks.
 
     Args:
-        kind, name: ranks meet by them. None: the number of the call among those of its kind without a name.
+        kind, name: they match the calls of the ranks. None: the number of the call among those of its kind without a
+            name.
         process_set: its ranks make the call.
         make: sets the attributes of the call.
         hurries: see NamedChannel.submit; False if the caller will wait at once, and so drive the call itself.
@@ -315,7 +317,7 @@ def refused_by_all(kind: str, name: str | None, process_set: ProcessSet) -> Iter
 
 
 def _set_of(process_set: Any) -> ProcessSet:
-    """The set in which a call is refused, if it is given something else."""
+    """The set in which a call is refused if its argument is not a process set."""
     return process_set if isinstance(process_set, ProcessSet) else global_process_set
 
 

@@ -21,7 +21,7 @@ from mpitrain.world.world import World
 
 
 class Moments(NamedTuple):
-    """Of the values of all ranks, by channel, in float64: how many, their mean, and the sum of squares around it."""
+    """The number of all ranks' values, their mean, and the sum of squares around it: by channel, in float64."""
 
     number: int
     mean: numpy.ndarray
@@ -31,8 +31,9 @@ class Moments(NamedTuple):
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     """Normalise each channel over the samples of all ranks. Channels are the second dimension.
 
-    Every rank calls it equally often, also with a batch of no samples, and makes the backward pass. In evaluation, with
-    running statistics, a rank may call it alone. Gradients of weight and bias are those of this rank's own samples.
+    Every rank makes the same number of calls, even with batches without samples, and the backward pass of each. In
+    evaluation, with running statistics, a rank may call it alone. Gradients of weight and bias are those of this rank's
+    own samples.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         """Return the normalised values, with the shape, dtype and device of `input`.
 
         Args:
-            input: at least two dimensions, on the host or a GPU. Only the first one may differ from rank to rank.
+            input: at least two dimensions, on the CPU or a GPU. Only the first one may differ from rank to rank.
 
         Raises:
-            ValueError: `input` has another number of channels, or too few dimensions. On this rank.
-            DataError: the ranks have fewer than two values for each channel together. On every rank.
-            MismatchError: the ranks have layers of different numbers of channels. On every rank.
+            ValueError: `input` has another number of channels, or too few dimensions. Raised on this rank.
+            DataError: all ranks together have fewer than two values for each channel. Raised on every rank.
+            MismatchError: the ranks' layers have different numbers of channels. Raised on every rank.
         """
         world = init()
         if input.dim() < 2 or input.shape[1] != self.num_features:
@@ -73,7 +74,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         return result
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        """`forward` has done so."""
+        """Do nothing: `forward` checks the input."""
 
     def _track(self, moments: Moments) -> None:
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
@@ -147,7 +148,7 @@ def _moments(world: World, values: torch.Tensor) -> Moments:
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """In float32 at least: sums of 16-bit numbers lose too much."""
+    """The tensor in float32 at least: sums of 16-bit numbers lose too much precision."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 

@@ -3,7 +3,7 @@
     params = mpitrain.jax.broadcast(params)
     step = mpitrain.jax.mean(jax.value_and_grad(loss), weight=lambda params, x, y: len(x))
 
-docs/how-to/jax.md explains how to move from one process or another library to this one, derivatives, and limits.
+docs/how-to/jax.md explains the move from one process or another library, derivatives, and limits.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""The mean of gradients in the form of a codec. What it leaves out is a state that the program hands on."""
+"""The mean of gradients, compressed by a codec. The residual is a state that the program passes from step to step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from mpitrain.world.world import World
 
 
 class PowerSgdState(NamedTuple):
-    """What `compressed_mean("power_sgd")` hands on.
+    """The state of `compressed_mean("power_sgd")`.
 
     Attributes:
-        left_out: what was left out so far on this rank, in the form of the gradients.
-        factors: where the next step continues from, by name of the leaf: float32[rank, columns]. Equal on all ranks.
+        left_out: this rank's error-feedback residual, in the form of the gradients.
+        factors: the factors from which the next step continues, by name of the leaf: float32[rank, columns]. Equal on
+            all ranks.
     """
 
     left_out: PyTree
@@ -34,7 +35,7 @@ class PowerSgdState(NamedTuple):
 
 
 class CompressedMean(NamedTuple):
-    """Two functions, as of a transformation in optax; see `compressed_mean`."""
+    """Two functions, as in an optax transformation; see `compressed_mean`."""
 
     init: Callable[[PyTree], PyTree]
     update: Callable[..., tuple[PyTree, PyTree]]
@@ -49,13 +50,13 @@ def compressed_mean(codec: str) -> CompressedMean:
             value, gradients = loss_and_gradient(params, x, y)
             gradients, left = mean.update(gradients, left, weight=len(x))
 
-    `left` has the form of the gradients, in float32: the error-feedback residual of this rank. `update` adds it
-    to the gradients before it encodes them, and returns the new one. It belongs to this rank: save it for each rank,
-    and continue from it with the same ranks on the same nodes, or from zeros. On one node nothing is compressed: it is
-    sent once, and is 0 from then on. With power_sgd, `left` is a PowerSgdState.
+    `left` has the form of the gradients, in float32: the error-feedback residual of this rank. `update` adds the
+    residual to the gradients before it encodes them, and returns the new one. The residual belongs to this rank: save
+    it for each rank, and continue from it with the same ranks on the same nodes, or from zeros. On one node nothing is
+    compressed: the residual is sent once, and is 0 from then on. With power_sgd, `left` is a PowerSgdState.
 
     `init(gradients)` returns zeros. `update(gradients, left, params=None, *, weight=1.0)` is collective, inside jit and
-    outside; `params` is ignored. It changes none of its arguments. Their names, shapes and the codec are equal on all
+    outside; `params` is ignored. It does not change its arguments. Names, shapes and the codec must be equal on all
     ranks. Inside jit, an error is a jax.errors.JaxRuntimeError with its text.
 
     Args:
@@ -125,7 +126,7 @@ def compressed_mean(codec: str) -> CompressedMean:
 def _divided(state: Any) -> tuple[PyTree, PyTree]:
     if not isinstance(state, PowerSgdState):
         raise TreeError(
-            f"{init().name()}: compressed_mean of power_sgd got a {type(state).__name__} for what was left out; give "
+            f"{init().name()}: compressed_mean of power_sgd got a {type(state).__name__} as its state; give "
             "the PowerSgdState that its `init` or its last `update` has returned"
         )
     return state.left_out, state.factors
@@ -134,7 +135,8 @@ def _divided(state: Any) -> tuple[PyTree, PyTree]:
 def check_float32(
     call: str, names: Sequence[str], leaves: Sequence[Leaf], otherwise: str = "exchange it with weighted_mean"
 ) -> None:
-    """Raise TreeError unless all leaves are arrays of float32. `otherwise`: what else to do than to convert them."""
+    """Raise TreeError unless all leaves are arrays of float32. `otherwise`: the alternative to converting them, for the
+    error."""
     for name, leaf in zip(names, leaves, strict=True):
         if getattr(leaf, "dtype", None) != numpy.float32:
             kind = getattr(leaf, "dtype", type(leaf).__name__)
@@ -145,13 +147,13 @@ def check_float32(
 
 
 class TreeMeans:
-    """The means of all trees of one kind. A tree with other names, shapes or dtypes gets a reducer of its own.
+    """The means of all trees of one kind. A tree with other names, shapes or dtypes gets its own reducer.
 
-    A reducer stays until the end of the process.
+    Reducers stay until the end of the process.
     """
 
     def __init__(self, compression: str, *, gradients: bool) -> None:
-        """`gradients`: the trees are gradients, which `mpitrain verify` compares and a trace shows."""
+        """`gradients`: the trees are gradients, so `mpitrain verify` compares them and a trace shows them."""
         self._compression, self._gradients = compression, gradients
         self._world: World | None = None
         self._reducers: dict[tuple[Parameter, ...], GradientReducer] = {}
@@ -170,12 +172,12 @@ class TreeMeans:
 
         Args:
             names, values: the leaves on the host.
-            left: what was left out so far, like `values`; [] if nothing ever is.
+            left: the residual, like `values`; [] if there is never one.
             weight: of this rank, in samples.
-            factors: where power_sgd continues from the last step, by name; see GradientReducer.factors. None: another
+            factors: the factors of power_sgd from the last step, by name; see GradientReducer.factors. None: another
                 codec.
 
-        Raises: what GradientReducer raises.
+        Raises: as GradientReducer.
         """
         reducer = self._reducer_of(names, values)
         if left:

@@ -1,4 +1,4 @@
-"""The ranks as the processes of JAX's own distributed runtime, for its own collectives between GPUs."""
+"""Makes the ranks the processes of JAX's own distributed runtime, for its own collectives between GPUs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def initialize() -> None:
 
 
 def _meeting_point(world: World) -> str:
-    """Return HOST:PORT on rank 0's machine that every rank can reach; the port was free just now. Collective."""
+    """Return HOST:PORT on rank 0's machine that every rank can reach; the port is free at this moment. Collective."""
     with socket.socket() as listener:
         meeting: tuple[list[str], int] = ([], 0)
         if world.is_root:
@@ -63,8 +63,9 @@ def _meeting_point(world: World) -> str:
         lost = next(rank for rank, usable in enumerate(reached) if not usable or usable != addresses)
         raise everywhere(
             LaunchError(
-                f"{world.name(lost)} cannot connect to {world.name(0)}, port {port}, at any address that all can use; "
-                f"tried: {', '.join(addresses) or 'none, it has none'}. Allow TCP between the machines (mpitrain "
+                f"{world.name(lost)} cannot connect to {world.name(0)}, port {port}, at any address that all "
+                f"ranks can use; tried: {', '.join(addresses) or 'none, it has none'}. Allow TCP between the "
+                "machines (mpitrain "
                 "check-cluster), and make their names resolve to addresses that the others can reach"
             )
         )
@@ -72,7 +73,7 @@ def _meeting_point(world: World) -> str:
 
 
 def _own_addresses(hosts: Sequence[str]) -> list[str]:
-    """Return this machine's IPv4 addresses, except loopback; first those that it uses towards the other hosts."""
+    """Return this machine's IPv4 addresses, except loopback; those that it uses for the other hosts come first."""
     addresses: dict[str, None] = {}
     for host in dict.fromkeys(hosts):
         # Connecting a datagram socket sends nothing, and shows which of this machine's addresses would be used.
@@ -127,7 +128,7 @@ def _gpus(world: World) -> list[int] | None:
 
 
 def share_of_gpus(sights: Sequence[Sight], rank: int) -> list[int] | None:
-    """Return the GPUs of one rank, by their numbers among those that it sees; None: all of them, or there are none.
+    """Return the numbers of one rank's GPUs among those that it sees; None: all of them, or there are none.
 
     Args:
         sights: the GPUs that each rank sees, in rank order.

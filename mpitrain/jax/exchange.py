@@ -20,14 +20,14 @@ Result = TypeVar("Result")
 
 
 def broadcast(tree: PyTree, root: int = 0) -> PyTree:
-    """Return `root`'s values in a new pytree on every rank, on the devices where each rank had its own values.
+    """Return `root`'s values in a new pytree on every rank, on the devices of the rank's own values.
 
     Every rank calls this outside jit. Call it once, before training, with the parameters and the optimizer's state.
 
     Args:
         tree: any pytree of numbers, and of JAX or NumPy arrays of any dtype and shape. It is not changed. Names, shapes
             and dtypes of the leaves must be equal on all ranks.
-        root: the rank whose values count.
+        root: the rank whose values are sent.
 
     Raises:
         MismatchError: the leaves differ. Raised on every rank, before anything is sent.
@@ -51,11 +51,11 @@ def mean(function: Callable[..., Result], weight: Any = 1.0) -> Callable[..., Re
     Args:
         function: returns a pytree of floating leaves, such as a loss and gradients.
         weight: this rank's weight, usually its number of samples: a number, or a function of the same arguments that
-            returns a number (traced inside jit). The default counts every rank equally, which is right only if all
-            ranks have equally many samples.
+            returns a number (traced inside jit). The default gives every rank the same weight, which is correct only if
+            all ranks have the same number of samples.
 
     Raises:
-        TypeError: `function` cannot be called.
+        TypeError: `function` is not callable.
     """
     if not callable(function):
         raise TypeError(
@@ -67,7 +67,7 @@ def mean(function: Callable[..., Result], weight: Any = 1.0) -> Callable[..., Re
         share = weight(*arguments, **named) if callable(weight) else weight
         own = function(*arguments, **named)
         _tell_parameters([*arguments, *named.values()], own)
-        # A step may be called at another line on rank 0, such as in a profiler's block.
+        # On rank 0, a step may be called on another line, for example in a profiler's block.
         with init().same_call("mpitrain.jax.mean"):
             result: Result = weighted_mean(own, share)
         return result
@@ -76,16 +76,16 @@ def mean(function: Callable[..., Result], weight: Any = 1.0) -> Callable[..., Re
 
 
 def weighted_mean(tree: PyTree, weight: Any = 1.0) -> PyTree:
-    """Return the weighted mean over ranks of every leaf, in a new pytree, with the same bits on every rank.
+    """Return the weighted mean over ranks of every leaf, in a new pytree that is bitwise identical on every rank.
 
     mean = sum over ranks of weight x leaf, divided by the sum of the weights. All leaves go in one exchange. Call this
     inside jit or outside. It has no derivative: differentiate first, or use `sum`.
 
     Args:
         tree: any pytree of numbers and floating JAX or NumPy arrays, with the same names, shapes and dtypes on every
-            rank. Results are where the arrays were.
+            rank. Results are on the devices of the arrays.
         weight: this rank's weight, in samples: a number, or an array without dimensions. With weight 0, this rank's
-            values do not count, not even NaN.
+            values are ignored, even NaN.
 
     Raises:
         MismatchError: the leaves differ, or ranks make different calls. Raised on every rank.
@@ -98,7 +98,7 @@ def weighted_mean(tree: PyTree, weight: Any = 1.0) -> PyTree:
 
 
 def sum(tree: PyTree) -> PyTree:
-    """Return the sum over ranks of every leaf, in a new pytree, with the same bits on every rank.
+    """Return the sum over ranks of every leaf, in a new pytree that is bitwise identical on every rank.
 
     Its derivative in reverse mode is the sum over ranks of the cotangents, so each rank gets the gradient of the sum of
     all ranks' losses. In forward mode it is the sum of the tangents. Leaves may also be integers: arrays wrap on
@@ -108,10 +108,10 @@ def sum(tree: PyTree) -> PyTree:
 
 
 def shard(batches: Iterable[PyTree], start: int = 0) -> Iterator[PyTree]:
-    """Yield this rank's part of every batch, like `World.shard`, for any pytrees, also of JAX's arrays.
+    """Yield this rank's part of every batch, like `World.shard`, for any pytrees, including JAX arrays.
 
     Not collective, but every rank iterates over the same batches. The parts are NumPy arrays, which jitted functions
-    accept. They are no copies if the batches are on the host. For each new number of samples, jit compiles again; there
+    accept. They are not copies if the batches are on the CPU. For each new number of samples, jit compiles again; there
     are only a few sizes.
 
     Args:
@@ -145,21 +145,21 @@ def _exchanged(operation: str, tree: PyTree, weight: Any) -> PyTree:
 
 
 def _array(leaf: Leaf, operation: str) -> Leaf:
-    """Turn a number into JAX's type for it. Numbers of a mean become floating, as in World.mean."""
+    """Convert a number to JAX's type for it. Numbers of a mean become floating, as in World.mean."""
     if isinstance(leaf, bool | int) and operation == "mean":
         leaf = float(leaf)
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
 def _exchange(operation: str, names: Sequence[str], values: Sequence[Leaf], weight: Any) -> list[Leaf]:
-    """Call World.sum or World.mean, as `operation` says, with NumPy arrays and numbers by name."""
+    """Call World.sum or World.mean, depending on `operation`, with NumPy arrays and numbers by name."""
     world, tree = init(), dict(zip(names, values, strict=True))
     results = world.sum(tree) if operation == "sum" else world.mean(tree, weight)
     return [results[name] for name in names]
 
 
 def _tell_parameters(arguments: Sequence[PyTree], result: PyTree) -> None:
-    """Tell `mpitrain verify` of the arguments whose gradients `result` has, under the gradients' names."""
+    """Report to `mpitrain verify` the arguments whose gradients are in `result`, under the gradients' names."""
     observer = init().observer
     if observer is None:
         return
@@ -172,10 +172,10 @@ def _tell_parameters(arguments: Sequence[PyTree], result: PyTree) -> None:
 
 
 def _parameters_of(arguments: Sequence[PyTree], result: PyTree, names: Iterator[str]) -> Iterator[tuple[str, Leaf]]:
-    """The leaves of each argument with the form of a part of `result`; the parts are those of tuples in tuples."""
+    """The leaves of each argument with the form of a part of `result`. Nested tuples are split into parts."""
     alike = [argument for argument in arguments if _is_alike(argument, result)]
     leaves = jax.tree.leaves(result)
-    if alike and (len(alike) == 1 or alike[0] is arguments[0]):  # more of them: it is the first, as for jax.grad
+    if alike and (len(alike) == 1 or alike[0] is arguments[0]):  # of several, the first, as for jax.grad
         yield from zip([next(names) for _ in leaves], jax.tree.leaves(alike[0]), strict=True)
     elif isinstance(result, tuple):
         for part in result:

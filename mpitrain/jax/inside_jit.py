@@ -36,7 +36,7 @@ from mpitrain.world.world import World
 _COPY_SECONDS = 60.0  # a copy within memory takes far less, however busy the machine is
 _NAP_SECONDS = 1e-4
 
-_here = threading.local()  # `inside`: this thread is in a callback
+_here = threading.local()  # `inside`: whether this thread is in a callback
 _failed: list[BaseException] = []  # the error of the last callback that failed
 _leaving: list[bool] = []  # not empty: the program is ending, because a callback asked for it
 
@@ -47,7 +47,7 @@ _new_array = jax.jit(lambda: jnp.zeros((), bool))
 def is_traced(values: Sequence[Leaf]) -> bool:
     """True if JAX is tracing now, so that nothing can be exchanged yet.
 
-    JAX may be tracing even if none of the values is traced. Every run of the program must also exchange constants.
+    JAX may be tracing even if none of the values is traced: every run of the program must also exchange constants.
     """
     return any(isinstance(value, jax.core.Tracer) for value in values) or isinstance(_new_array(), jax.core.Tracer)
 
@@ -89,7 +89,7 @@ def as_callback(work: Callable[[list[Leaf], Any], list[Leaf]], arrays: list[jax.
 
 
 def tell_in_callback(names: Sequence[str], arrays: list[jax.Array]) -> None:
-    """Tell `mpitrain verify` of parameters, as a part of the computation that is being traced."""
+    """Report parameters to `mpitrain verify`, as a part of the computation that is being traced."""
     io_callback(partial(_told, tuple(names)), (), arrays, ordered=True)
 
 
@@ -114,9 +114,10 @@ def _callback(
 
 
 def _copied(arrays: Sequence[Leaf]) -> list[numpy.ndarray]:
-    """Return a callback's arrays for NumPy.
+    """Return a callback's arrays as NumPy arrays.
 
-    JAX lets a thread of XLA copy them, while this callback keeps another one: the only one would be waited for here.
+    JAX copies them in a thread of XLA, while this callback occupies another one: with a single thread, this would wait
+    for ever.
 
     Raises:
         ConfigError: XLA's threads do not copy them.
@@ -148,7 +149,7 @@ def _prepare(world: World) -> None:
 
 @cache
 def _tell_causes() -> None:
-    """Report a callback's own error in place of JAX's from now on. Only the first call does something."""
+    """From now on, report a callback's own error in place of JAX's. Only the first call has an effect."""
     sys.excepthook = partial(_uncaught, sys.excepthook)
     # JAX logs each exception of a callback on every rank, and also raises it.
     logging.getLogger("jax._src.callback").addFilter(_is_news)
@@ -179,7 +180,7 @@ def _leave() -> NoReturn:
 def _uncaught(previous: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Report the callback's error: JAX raises another error in its place, with its text."""
     if isinstance(error, jax.errors.JaxRuntimeError) and _has_ended():
-        sys.last_value = sys.last_traceback = None  # the end of a run, and no failure that a hook has hidden
+        sys.last_value = sys.last_traceback = None  # the end of a run, not a failure that a hook has hidden
         _leave()  # SystemExit from this hook ends Python too
     if _failed and isinstance(error, jax.errors.JaxRuntimeError) and str(_failed[0]) in str(error):
         kind, error = type(_failed[0]), _failed[0].with_traceback(trace)
@@ -202,7 +203,7 @@ class StagedCall:
 
     @property
     def has_no_value(self) -> bool:
-        """True for the derivative of a mean, which must not be computed. JAX may leave it out."""
+        """True for the derivative of a mean, which must not be computed. JAX may omit the call."""
         return self.is_derivative and self.operation == "mean"
 
     def refuse(self) -> NoReturn:
@@ -213,7 +214,7 @@ class StagedCall:
 
 
 def staged(call: StagedCall, arrays: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
-    """Make an exchange a part of the computation that is being traced; where JAX has values, make it now."""
+    """Make an exchange a part of the computation that is being traced; if JAX has values, make it now."""
     results: list[jax.Array] = _exchange.bind(*arrays, *weights, call=call)
     return results
 
@@ -274,7 +275,7 @@ def _pushed(primals: Sequence[Any], tangents: Sequence[Any], call: StagedCall) -
 
 
 def _pulled(cotangents: Sequence[Any], *_: Any, call: StagedCall) -> list[Any]:
-    """Reverse mode: a sum's cotangents are summed. Ranks may use other leaves than others: the rest is zeros."""
+    """Reverse mode: a sum's cotangents are summed. Ranks may use different leaves: missing cotangents are zeros."""
     if call.operation == "mean":
         call.refuse()
     names = tuple(f"cotangent of {name.removeprefix('tangent of ')}" for name in call.names)

@@ -1,4 +1,4 @@
-"""The leaves of a pytree: their names, their values as NumPy arrays, and the way back to their devices."""
+"""The leaves of a pytree: their names, their values as NumPy arrays, and their return to the devices."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def leaves_like(
     Args:
         names, models, form: what `named_leaves` returned for the other tree.
         role: says in an error which tree it is.
-        any_dtype: compare no dtypes.
+        any_dtype: do not compare dtypes.
 
     Raises:
-        TreeError: it has others.
+        TreeError: the form, a shape or a dtype differs.
     """
     try:
         leaves: list[Leaf] = form.flatten_up_to(tree)
@@ -62,7 +62,7 @@ def _kind(leaf: Leaf) -> tuple[Any, tuple[int, ...]]:
 
 
 def on_host(names: Sequence[str], leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Return JAX's arrays as NumPy arrays, read-only. Those on a CPU share memory, others are copied to the host.
+    """Return JAX's arrays as read-only NumPy arrays. Arrays on the CPU share memory; others are copied to the CPU.
 
     Other leaves are returned unchanged.
 
@@ -89,7 +89,7 @@ def check(name: str, leaf: Leaf) -> None:
 
 
 def back(values: Sequence[Leaf], models: Sequence[Leaf]) -> list[Leaf]:
-    """Put each value where its model is: on the same devices if the model is a JAX array, otherwise on the host.
+    """Put each value where its model is: on the same devices if the model is a JAX array, otherwise on the CPU.
 
     On a CPU the result shares the value's memory if that begins at a multiple of 64 bytes. So never write to the value
     again.

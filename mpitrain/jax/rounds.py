@@ -1,4 +1,4 @@
-"""Rounds as functions over pytrees: ranks train by themselves for some steps, and then meet in an outer step."""
+"""Local updates as functions over pytrees: ranks train on their own for some steps, followed by an outer step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpitrain.strategies.fragments import cannot_meet
 
 
 class OuterState(NamedTuple):
-    """What the functions of `rounds` hand on.
+    """The state that the functions of `rounds` pass from step to step.
 
     Attributes:
         common: the parameters of the last outer step; equal on all ranks.
@@ -57,11 +57,11 @@ def rounds(sync_every: int, outer: Any = None, *, compression: str = "none") -> 
         params, state = rounds.end(params, state)
 
     `init(params)` returns an OuterState. The ranks must have equal parameters, and compare a checksum of them.
-    `update(params, state, samples)` counts a step with so many samples of this rank. Every `sync_every` steps an outer
-    step follows, and all ranks continue from the same parameters. In between it returns `params`.
-    `end(params, state)` ends the round at once: call it after the last step, and before the parameters are evaluated or
-    saved. Every rank calls all three, outside jit. Only an outer step and `init` communicate. They change none of their
-    arguments, and the state shares no array with the parameters: a step may change those in place, or donate them.
+    `update(params, state, samples)` counts a step with this number of samples of this rank. Every `sync_every` steps an
+    outer step follows, and all ranks continue from the same parameters. In between it returns `params`. `end(params,
+    state)` ends the round at once: call it after the last step, and before the parameters are evaluated or saved. Every
+    rank calls all three, outside jit. Only an outer step and `init` communicate. They do not change their arguments,
+    and the state shares no array with the parameters: a step may change these in place, or donate them.
 
     In an outer step, the outer gradient is the mean over ranks, weighted by samples, of the parameters at the beginning
     of the round minus those at its end. mt.LocalSGD and mt.DiLoCo have the sources.
@@ -69,8 +69,8 @@ def rounds(sync_every: int, outer: Any = None, *, compression: str = "none") -> 
     Args:
         sync_every: steps of a round, at least 1.
         outer: None: all ranks continue from the mean of their parameters. Or an optimizer with `init(params)` and
-            `update(gradients, state, params)`, as in optax. It returns what is added to the common parameters, and the
-            new state.
+            `update(gradients, state, params)`, as in optax. It returns the change to add to the common parameters, and
+            the new state.
         compression: how the distances are compressed between nodes: a name in mpitrain.compression.CODECS or "none".
 
     Raises:
@@ -85,7 +85,7 @@ def rounds(sync_every: int, outer: Any = None, *, compression: str = "none") -> 
         raise ConfigError(f"rounds(sync_every={sync_every!r}): it must be an int of at least 1")
     check_compression(compression, OTHERS)
     if compression.partition(":")[0] in (power_sgd.NAME, "auto"):
-        raise ConfigError(f"rounds(compression={compression!r}): take a codec, such as int8, or none")
+        raise ConfigError(f"rounds(compression={compression!r}): use a codec, such as int8, or none")
     means = TreeMeans(compression, gradients=False)
 
     def begin(params: PyTree) -> OuterState:
@@ -127,7 +127,7 @@ def rounds(sync_every: int, outer: Any = None, *, compression: str = "none") -> 
 
 
 def _copied(form: Any, leaves: Sequence[Leaf]) -> PyTree:
-    """A tree with its own arrays: the program may write to those of the parameters, or donate them to a step."""
+    """A tree with its own arrays: the program may write to the parameters' arrays, or donate them to a step."""
     return jax.tree.unflatten(form, [leaf.copy() for leaf in leaves])
 
 

@@ -1,4 +1,4 @@
-"""Virtual ranks for JAX: a mean over the samples of a batch that has the same bits on any number of ranks."""
+"""Virtual ranks for JAX: a mean over the samples of a batch, bitwise identical on any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CALL = "virtual_mean"
 def virtual_mean(
     function: Callable[[Any, Any, Any], Result], virtual_ranks: int, seed: int = 0
 ) -> Callable[[Any, Any, int], Result]:
-    """Return a function of a whole batch whose result has the same bits on 1 to `virtual_ranks` ranks.
+    """Return a function of a whole batch whose result is bitwise identical on 1 to `virtual_ranks` ranks.
 
         loss_and_gradient = mpitrain.jax.virtual_mean(jax.jit(jax.value_and_grad(loss)), 8)
         for number, batch in enumerate(batches):
@@ -36,11 +36,11 @@ def virtual_mean(
 
     - params: any pytree, with the same bits on every rank.
     - batch: the batch of all ranks together, the same on every rank: a pytree of arrays with the samples along the
-      first dimension. A rank reads its own samples; if it has none, the first part.
+      first dimension. A rank reads only its own samples; if it has none, the first part.
     - step: its number, an int of at least 0, the same on every rank. It changes the key.
 
-    At the first call, rank 0's first part is computed two or three times more on every rank, and the ranks compare the
-    bits. XLA's threads are set by PJRT_NPROC: give it the same value in every run. See docs/explanation/numerics.md.
+    At the first call, every rank also computes rank 0's first part two or three times, and the ranks compare the bits.
+    XLA's threads are set by PJRT_NPROC: give it the same value in every run. See docs/explanation/numerics.md.
 
     Args:
         function: `function(params, part, key)` returns a pytree of floating leaves, each a mean over the samples of a
@@ -51,10 +51,10 @@ def virtual_mean(
 
     The returned function raises:
         ConfigError: the virtual ranks cannot be divided between the ranks. Raised on every rank.
-        MismatchError: the ranks call it with other steps or batches, or results differ in form. Raised on every rank.
-        DataError: the batch has no samples, or its arrays differ in length; or the step is no such number.
-        TreeError: a result is not floating; or the call is inside jit.
-        GradientError: ranks do not compute the same bits of the same samples. Raised on every rank.
+        MismatchError: the ranks call it with different steps or batches, or results differ in form. Raised on every
+        rank. DataError: the batch has no samples, or its arrays differ in length; or the step is not such a number.
+        TreeError: a result is not floating; or the call is inside jit. GradientError: ranks do not compute the same
+        bits of the same samples. Raised on every rank.
     """
     virtual = VirtualRanks(virtual_ranks, seed)
     begun: list[World] = []
@@ -84,7 +84,7 @@ def virtual_mean(
             counts.append(part.stop - part.start)
             if counts[-1]:
                 results.append(function(*arguments(number)))
-        if not results:  # this rank has no samples: a result of the same form, which counts for nothing
+        if not results:  # this rank has no samples: a result of the same form, which does not count
             results = [function(*arguments(0))]
         names, models, result_form = named_leaves(results[0])
         trees = [dict(zip(names, on_host(names, jax.tree.leaves(one)), strict=True)) for one in results]
@@ -105,7 +105,7 @@ def _digests(result: PyTree) -> dict[str, str]:
 
 
 def _key(virtual: VirtualRanks, step: int, number: int) -> Any:
-    """A key of jax.random that depends on nothing else."""
+    """A key of jax.random that depends only on these numbers."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(virtual.seed), step), number)
 
 

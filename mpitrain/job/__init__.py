@@ -1,1 +1,1 @@
-"""How a World comes to be, and how a job ends."""
+"""The creation of a World, and the end of a job."""

@@ -1,7 +1,7 @@
 """`mpitrain run --exchange mpitrain`: process groups of gloo use mpitrain's backend in the ranks, without an edit.
 
-warm_start/sitecustomize.py calls this in a rank, before the program. What is to be done needs PyTorch, so it waits
-until the program has imported that.
+warm_start/sitecustomize.py calls this in a rank, before the program. It needs PyTorch, so it waits until the program
+has imported that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpitrain.context import JobContext
 
 
 def begin() -> None:
-    """Have gloo's name mean mpitrain's backend in this process, if the launcher has asked for it."""
+    """Make gloo's name refer to mpitrain's backend in this process, if the launcher has asked for it."""
     if not JobContext.read(os.environ).exchange:
         return
     if "torch" in sys.modules:  # a warm interpreter had imported it

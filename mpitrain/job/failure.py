@@ -1,4 +1,4 @@
-"""How a job ends when a rank fails: at once, and on all ranks.
+"""The end of a job when a rank fails: at once, and on all ranks.
 
 An uncaught exception on one rank would leave the others waiting. Here it ends the whole job: the rank that failed first
 prints its traceback last, and aborts.
@@ -29,19 +29,19 @@ from mpitrain.watching.rank_record import INTERRUPTED
 from mpitrain.world.shard import newest_part, part_of
 from mpitrain.world.world import World
 
-# Ranks that fail for the same reason fail at about the same time. The first one waits this long, so that it hears of
-# the others' failures and prints last.
+# Ranks that fail for the same reason fail at about the same time. The first one waits this long to learn of the others'
+# failures, so that it prints last.
 _ARBITRATION_SECONDS = 0.5
 # The time for the launcher to read a rank's output. (Open MPI's mpiexec ends a job at once, and drops the rest.)
 _READING_SECONDS = 0.1
-# A rank that was not the first waits this long to be ended, then ends by itself.
+# A rank that was not the first waits this long to be killed, then ends by itself.
 _LAST_RESORT_SECONDS = 10.0
 _MOST_LINE = 2000  # characters
-# What code raises that has too few samples.
+# Exceptions that code raises if it has too few samples.
 _MAY_BE_OF_PART = RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError
 
 
-# `mpitrain run` looks for these two lines to repeat the first failure as a job's last words.
+# `mpitrain run` looks for these two lines, and repeats the first failure at the end of the output.
 BEGIN, END = "mpitrain: {name} failed:", "mpitrain: end of the failure of {name}"
 
 
@@ -54,7 +54,7 @@ def end_job(world: World, error: BaseException, ending: threading.Lock) -> NoRet
 
     if not ending.acquire(blocking=False):
         time.sleep(2 * _LAST_RESORT_SECONDS)  # another thread of this rank failed before and ends the job
-    is_first = is_news = True  # also if MPI itself is broken, so that nobody can be asked
+    is_first = is_news = True  # also if MPI itself is broken, so that the others cannot be asked
     failed_seconds = time.time()
     try:
         with suppress(ValueError):  # a thread may not do this
@@ -79,12 +79,13 @@ def end_job(world: World, error: BaseException, ending: threading.Lock) -> NoRet
             remove_mine()
             code = exit_code_of(error) if isinstance(error, SystemExit) else 1
             abort(MPI.COMM_WORLD, 130 if isinstance(error, KeyboardInterrupt) else code)
-    finally:  # MPI's launcher ends the others when it sees this code
+    finally:  # MPI's launcher ends the other ranks when it sees this code
         os._exit(1)
 
 
 def remark_on_part(error: BaseException, world: World) -> str:
-    """Say that the error may be due to a part of one sample, where the whole batch has more; "" where it cannot be."""
+    """Return a remark if the error may be due to a part with one sample, while the whole batch has more; "" if it
+    cannot."""
     kinds = (NonFiniteError,) if isinstance(error, MpitrainError) else _MAY_BE_OF_PART
     if not newest_part or not isinstance(error, kinds):
         return ""
@@ -106,7 +107,8 @@ def remark_on_part(error: BaseException, world: World) -> str:
 
 
 def say_interrupts_in_a_line() -> None:
-    """From now on, Ctrl-C ends this process without a traceback, where it is how a user ends it: a server, a worker."""
+    """From now on, Ctrl-C ends this process without a traceback: for processes that users end this way, a server or
+    worker."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -126,12 +128,12 @@ def end_as_lost(world: World, error: BaseException, lost: str) -> NoReturn:
         f"{_traceback(error)}mpitrain: {world.control.name()}: {lost}. This rank ends; the others continue without it\n"
     )
     time.sleep(_READING_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)  # an exit code would be a failure of the job
+    os.kill(os.getpid(), signal.SIGKILL)  # an exit code would count as a failure of the job
     os._exit(1)
 
 
 def _compare(world: World, error: BaseException) -> tuple[bool, bool, float]:
-    """Say whether this rank failed first (the lower rank at a tie), and whether its error is new among the failures.
+    """Return whether this rank failed first (in a tie: the lower rank), and whether no other rank has its error.
 
     The third value is the time of this failure, for that comparison.
     """
@@ -175,14 +177,14 @@ def _report(world: World, error: BaseException) -> str:
 
 
 def _place_of(error: BaseException) -> str:
-    """The line of the program, as in ` in train.py:9`: an interrupt may be one that the program itself has raised."""
+    """The line of the program, as in ` in train.py:9`: the program itself may have raised the interrupt."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if is_of_user(one.filename)]
     return f" in {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback as Python prints it. Where mpitrain has refused something, it ends at the line of the program: the
-    frames between that line and the refusal say nothing about the cause."""
+    """The traceback as Python prints it. If mpitrain raised the error, it ends at the line of the program: the frames
+    inside mpitrain do not help to find the cause."""
     try:
         whole = traceback.TracebackException.from_exception(error)
         if isinstance(error, MpitrainError):
@@ -192,7 +194,7 @@ def _traceback(error: BaseException) -> str:
         text = "".join(whole.format())
     except BaseException:  # the class may have failing attributes; the report must not fail too
         text = "".join(traceback.format_tb(error.__traceback__)) + _text(error)
-    text = shown_report(text)  # a launcher that ends the job drops what it has not read, so the end would be lost
+    text = shown_report(text)  # a launcher that ends the job drops unread output, so the end would be lost
     return text if text.endswith("\n") else f"{text}\n"
 
 

@@ -1,16 +1,16 @@
-"""The processes that a rank starts by multiprocessing, such as the workers of a DataLoader: they are no ranks.
+"""The processes that a rank starts by multiprocessing, such as a DataLoader's workers: they are not ranks.
 
-They end with their rank, whatever ends it.
+They end when their rank ends, for any reason.
 
 They are forked, as in a program without MPI. So they have everything that the program has, even lambdas and nested
-functions, and the script needs no guard. A forked process shares MPI with its rank, and must never call MPI:
-Control.check sees to that.
+functions, and the script needs no guard. A forked process shares MPI with its rank, and must never call MPI, which
+Control.check enforces.
 
 A fork is a problem if a device reads and writes the pages of a rank by address, as RDMA, XPMEM and GPUs do. After a
-fork, the rank's next write to such a page moves the rank to a copy, and the device continues with the old page: data
-that arrive are lost. (Newer kernels leave the page to the rank if the driver has pinned it, but not all drivers do.) So
-a rank with a device open starts its helpers by forkserver, from a small process without MPI. They can only be given
-what can be pickled.
+fork, the rank's next write to such a page moves the rank to a copy, and the device continues with the old page:
+arriving data is lost. (Newer kernels keep the page with the rank if the driver has pinned it, but not all drivers do.)
+So a rank with a device open starts its helpers by forkserver, from a small process without MPI. Their arguments must be
+picklable.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _HARMLESS = {1, 4, 5, *range(136, 144)}
 
 
 class StartMethod(BaseContext):
-    """Python's default start method, or forkserver if a fork is unsafe. The program's own choice comes first.
+    """Python's default start method, or forkserver if a fork is unsafe. The program's own choice takes precedence.
 
-    The decision falls when the program first uses multiprocessing, because a GPU may be opened after init().
+    It is decided when the program first uses multiprocessing, because a GPU may be opened after init().
     """
 
     def __init__(self, usual: Any, name: str) -> None:
@@ -50,9 +50,10 @@ class StartMethod(BaseContext):
             return self._usual
         if self._rank_name:
             text = (
-                f"mpitrain: {self._rank_name}: multiprocessing starts processes by forkserver, because {reason}. So a "
-                "DataLoader, Pool or Process can only be given what can be pickled (no lambda, no function inside of a "
-                "function), and the code that the script runs belongs under if __name__ == '__main__':"
+                f"mpitrain: {self._rank_name}: multiprocessing starts processes by forkserver, because "
+                f"{reason}. So the arguments of a DataLoader, Pool or Process must be picklable (no lambda, no "
+                "function inside a function), and the code that the script runs belongs under if __name__ == "
+                "'__main__':"
             )
             print(text, file=sys.stderr, flush=True)
         return self._usual.get_context("forkserver")
@@ -92,9 +93,9 @@ def prepare_for_helpers(name: str) -> None:
 
 
 def unsafe_because() -> str:
-    """Say why this process must not be forked; "": it may be."""
+    """Return why this process must not be forked; "": it may be."""
     if "jax" in sys.modules:
-        return "JAX has threads, which a fork would cut off in the middle of their work"
+        return "JAX has threads, which a fork would stop in the middle of their work"
     device = open_device()
     return f"{device} is open, and a device must not lose the memory that it writes into" if device else ""
 
@@ -112,7 +113,7 @@ def open_device() -> str:
 
 
 def _hang_up(connection: str) -> None:
-    """Close the rank's connection to MPICH's mpiexec, which takes a rank for alive while any process holds it."""
+    """Close the rank's connection to MPICH's mpiexec, which considers a rank alive while any process holds it."""
     with suppress(ValueError, OSError):
         descriptor = int(connection)
         if stat.S_ISSOCK(os.fstat(descriptor).st_mode):

@@ -1,13 +1,13 @@
-"""The Job of this process, from init() to the end of the process, whichever World is current; and how the process ends.
+"""The Job of this process, from init() to the end of the process, over all its Worlds; and how the process ends.
 
-A rank that has not failed reports its end, and waits for the others. SIGTERM to a rank of a job with keepers: its host
-is about to be shut down, so the rank asks for the host to leave.
+A rank that has not failed reports its end, and waits for the others. SIGTERM to a rank of a job with snapshot agents
+means that its host is about to be shut down, so the rank requests that the host leaves.
 
     SIGTERM ─> the rank's record ─> agent ─> launcher: is the job healthy? ─┬─> the host leaves: wait for that
                                                                             └─> end, as without `heed`
 
-mpiexec sends SIGTERM too, when it ends the other ranks after a failure. So the rank waits for what its keeper says, and
-ends by the signal if that is no, or nothing.
+mpiexec sends SIGTERM too, when it ends the other ranks after a failure. So the rank waits for its snapshot agent's
+answer, and ends by the signal if that is no, or if none comes.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from mpitrain.watching.activity import Activity, own_activity
 from mpitrain.watching.rank_record import ENDED, PARTED
 from mpitrain.world.world import World
 
-# Notes may arrive after MPI's word that a rank is gone.
+# Notes may arrive after MPI has reported that a rank is gone.
 _LAST_NOTE_SECONDS = 2.0
 
 
 def farewell(world: World, recovery: Recovery | None = None, left: SystemExit | None = None) -> None:
-    """Tell the others that this rank makes no more calls, and wait until they say the same.
+    """Tell the others that this rank makes no more calls, and wait until they report the same.
 
-    Otherwise a rank that leaves early sits in MPI_Finalize while the others wait for it for ever.
+    Otherwise a rank that leaves early would be in MPI_Finalize while the others wait for it for ever.
 
     Args:
-        left: the exit by which this rank leaves, with another code than 0.
+        left: the SystemExit by which this rank leaves, if its code is not 0.
 
     Raises:
         SystemExit: `left`, because another rank cannot continue without this one.
-        LostRankError: a rank is gone before all have reported. This comes up with a `recovery` alone; any other MPI
-            ends the job.
-        MismatchError: the optimizers of the ranks have not made the same steps. Raised on every rank.
+        LostRankError: a rank is gone before all have reported. Only possible with a `recovery`; otherwise MPI ends the
+            job.
+        MismatchError: the optimizers of the ranks have made different steps. Raised on every rank.
     """
     from mpi4py import MPI
 
@@ -76,26 +76,26 @@ def farewell(world: World, recovery: Recovery | None = None, left: SystemExit | 
         activity.begin(ENDED, "", time.monotonic())
     request = notes.begin_barrier()
     try:
-        # Read all notes: otherwise MPI_Finalize complains of messages that nobody has received. And see that the own
-        # ones are read: without MPI_Finalize, what has not left this process when it ends is lost.
+        # Read all notes: otherwise MPI_Finalize complains about messages that were not received. Also wait until this
+        # rank's notes are read: without MPI_Finalize, anything unsent when the process ends is lost.
         while not request.Test() or len(notes.read) < notes.size - 1 or notes.is_unread():
             notes.look()
             if left and any(note.kind == FAILED and note.is_last for note in notes.read.values()):
                 raise left
-            time.sleep(0.001)  # another rank may work on alone for long: wait without using a core
+            time.sleep(0.001)  # another rank may keep working for long: wait without using a core
     except MPI.Exception as error:
         if recovery is None or not recovery.is_loss(error):
             raise
         _outlast(world)
     final = {rank: note.final for rank, note in sorted({**notes.read, own.rank: own}.items())}
     if own.cause == 0 and not any(note.cause for note in notes.read.values()):
-        check_final(world, final)  # a rank that has left with a code has told that it made fewer steps
+        check_final(world, final)  # a rank that left with a code has reported fewer steps
     tell_of_unexchanged(world, final)
     tell_of_buffers(world, final)
 
 
 def _outlast(world: World) -> None:
-    """Wait until all ranks have said that they make no more calls, though some of them may be gone by now.
+    """Wait until all ranks have reported that they make no more calls, though some of them may be gone by now.
 
     After a loss ranks end without MPI_Finalize (Recovery.finish). To MPI, such a rank is lost as soon as it has ended,
     which may be before the others have heard of the barrier's end.
@@ -113,21 +113,22 @@ def _outlast(world: World) -> None:
                 raise
         now = time.monotonic()
         gone = {rank: gone.get(rank, now) for rank in lost}
-        # A rank ends by itself when all have sent their notes. So if one is missing, those that are gone were killed.
+        # A rank ends by itself only when all have sent their notes. So if a note is missing, ranks that are gone were
+        # killed.
         if is_waiting and (late := [rank for rank, since in gone.items() if now - since > _LAST_NOTE_SECONDS]):
             names = " and ".join(control.name(control.members.index(rank)) for rank in sorted(late))
-            how = "was lost behind its training" if len(late) == 1 else "were lost behind their training"
+            how = "was lost after its training" if len(late) == 1 else "were lost after their training"
             raise LostRankError(f"{names} {how}, before the end of the script")
         time.sleep(0.001)
 
 
 _LOOK_SECONDS = 0.05
-# The record takes a second to the launcher, and the answer another one. Both may wait for a busy machine.
+# The record takes a second to reach the launcher, and the answer another one. A busy machine may delay both.
 _ANSWER_SECONDS = 10.0
 
 
 def heed(activity: Activity, context: JobContext) -> None:
-    """From now on, take SIGTERM to this process as the wish that its host leaves. `context` is that of this rank.
+    """From now on, take SIGTERM to this process as a request that its host leaves. `context` is that of this rank.
 
     A program that handles SIGTERM itself, before or after this call, keeps its handler.
     """
@@ -153,7 +154,7 @@ def heed(activity: Activity, context: JobContext) -> None:
 
 
 def _wait(context: JobContext) -> None:
-    """Wait until the job has left this host, or until it is clear that it will not."""
+    """Wait until the job has left this host, or until it is certain that it will not."""
     deadline = time.monotonic() + _ANSWER_SECONDS
     with suppress(OSError, ValueError, KeyError):
         line = KeeperLine(context.keeper, context.job)
@@ -161,7 +162,7 @@ def _wait(context: JobContext) -> None:
             wish = line.wish()
             if wish == DIES or (wish == STAYS and time.monotonic() > deadline):
                 break
-            if wish != STAYS:  # perhaps because of another change, which may be dropped; this one then follows
+            if wish != STAYS:  # perhaps because of another change, which may be dropped; then this one follows
                 deadline = time.monotonic() + _ANSWER_SECONDS
             time.sleep(_LOOK_SECONDS)
     _end()
@@ -180,11 +181,11 @@ class Job:
         world: the current World, which init() returns. An object that outlives a World reads it here.
         num_runs: how many runs of Trainers, and loops with mt.keep, have begun.
         is_elastic: mpitrain.elastic continues where a rank is lost.
-        recovery: takes the job to its next World where a rank is lost. None: the loss of a rank ends the job.
-        role: what this process does in a job with servers.
-        has_served: the servers and workers of `everyone` have met, which they do once.
+        recovery: moves the job to its next World when a rank is lost. None: the loss of a rank ends the job.
+        role: the role of this process in a job with servers.
+        has_served: the servers and workers of `everyone` have connected, which they do once.
         everyone: with `mpitrain run --servers` or `mpitrain plan`, the World of all ranks; `world` then has only this
-            rank. Else None.
+            rank. Otherwise None.
     """
 
     def __init__(self, world: World) -> None:
@@ -224,7 +225,7 @@ class Job:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         error = (error or kind()).with_traceback(trace)
-        if os.getpid() != self._process:  # a forked child is no rank, and must not use MPI
+        if os.getpid() != self._process:  # a forked child is not a rank, and must not use MPI
             sys.__excepthook__(kind, error, trace)
             return
         self.end(error)
@@ -234,7 +235,7 @@ class Job:
             self._uncaught(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
 
     def _look_for_uncaught(self) -> None:
-        """End the job where another sys.excepthook than ours has seen the exception that has ended the program."""
+        """End the job if a sys.excepthook other than mpitrain's has handled the exception that ended the program."""
         if os.getpid() == self._process and (error := uncaught()):
             self.end(error)
 

@@ -1,4 +1,4 @@
-"""What the ranks that are left do when one is lost: they agree on it, and continue in a World without the lost rank.
+"""In-place recovery: when a rank is lost, the remaining ranks agree on it, and continue in a World without it.
 
 This needs an MPI that survives the loss of a process: Open MPI 5 with ULFM (Bland et al., Post-failure recovery of MPI
 communication capability, IJHPCA 27, 2013; MPI calls by name: https://fault-tolerance.org). `mpitrain run --recover`
@@ -9,10 +9,10 @@ switches it on.
                                                                ^                               │
                                                                └── another rank is lost <──────┘
 
-Revoking ends every communication of the old World with an error, on every rank. So all ranks come here, wherever they
-were. `Agree` is the one call that a revoked communicator still makes, and it gives every rank the same answer. Each
-rank makes it once for each step: in `commit`, or, where the rank was elsewhere when it heard of the loss, with a no. So
-either all ranks that are left count a step, or none does.
+Revoking ends every communication of the old World with an error, on every rank. So all ranks get here, wherever they
+were. `Agree` is the only call that works on a revoked communicator, and it gives every rank the same answer. Each rank
+makes it once for each step: in `commit`, or, if the rank was elsewhere when it learned of the loss, with a no. So
+either all remaining ranks count a step, or none does.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from mpitrain.world.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# An error may come before MPI has heard of the loss that has caused it: the memory of a process is gone at once.
+# An error may occur before MPI detects the loss that caused it: the memory of a process is gone at once.
 _NEWS_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class LostRanks:
-    """What was lost, before the others continued.
+    """The ranks that were lost, and the time until the others continued.
 
     Attributes:
         text: as in "rank 2 on lab1 was lost".
         ranks: by their numbers in the job.
-        seconds: the time on this rank from its notice of the loss until all ranks that are left were ready to continue.
+        seconds: the time on this rank from its detection of the loss until all remaining ranks were ready to continue.
     """
 
     text: str
@@ -58,7 +58,7 @@ class LostRanks:
 
 
 class Recovery:
-    """Takes a job from one World to the next. Every rank has one, and all ranks make the same calls.
+    """Moves a job from one World to the next. Every rank has one, and all ranks make the same calls.
 
     Attributes:
         world: the current World.
@@ -70,7 +70,7 @@ class Recovery:
 
         Args:
             world: all ranks of the job.
-            base: the communicator that `world` was made from. It is used for nothing else.
+            base: the communicator from which `world` was made. It is used for nothing else.
 
         Raises:
             LaunchError: this MPI cannot continue after the loss of a rank.
@@ -102,14 +102,14 @@ class Recovery:
             raise LostRankError(self._lost_text())
 
     def end_if_lost(self, error: BaseException) -> None:
-        """End this process as a lost rank if `error` says that its GPU is lost, and others are there to continue."""
+        """End this process as a lost rank if `error` means that its GPU is lost, and other ranks can continue."""
         if self.world.size > 1 and (lost := lost_gpu(error, self.world)):
             end_as_lost(self.world, error, lost)
 
     def is_loss(self, error: BaseException) -> bool:
-        """Whether a lost rank is the cause of `error`. May wait a second for MPI's word.
+        """Whether a lost rank is the cause of `error`. May wait a second until MPI reports a loss.
 
-        The error may be of any kind: what a rank that dies has sent in part is read as something else.
+        The error may be of any kind: a partial message of a dying rank is misread.
         """
         if isinstance(error, LostRankError):
             return True
@@ -124,7 +124,7 @@ class Recovery:
             return True
         deadline = time.monotonic() + _NEWS_SECONDS
         while time.monotonic() < deadline:
-            # MPI hears of a loss only in a call that communicates.
+            # MPI detects a loss only in a call that communicates.
             with suppress(mpi.Exception):
                 self.world.control.notes.look()
             if self._base.Is_revoked() or any(comm.Is_revoked() for comm in self._comms()) or self._failed():
@@ -133,17 +133,17 @@ class Recovery:
         return False
 
     def recover(self, go_on: Callable[[World], None], keep: Any = None) -> LostRanks:
-        """Make a World of the ranks that are left, and have each of them `go_on` in it. Return what was lost.
+        """Make a World of the remaining ranks, and call `go_on` in it on each of them. Return what was lost.
 
-        Every rank that is left calls this, after `abandon`. If another rank is lost
-        meanwhile, `go_on` is called again with another World.
+        Every remaining rank calls this, after `abandon`. If another rank is lost in the meantime, `go_on` is called
+        again with another World.
 
         Args:
-            go_on: makes in the new World what the rank needs there. Collective.
+            go_on: makes what the rank needs in the new World. Collective.
             keep: objects with memory that MPI may still write into. They are kept until the process ends.
 
         Raises:
-            Exception: what `go_on` raises, unless a lost rank is the cause. On this rank alone.
+            Exception: what `go_on` raises, unless a lost rank is the cause. Raised on this rank alone.
         """
         began, old = time.perf_counter(), self.world
         self._kept += [keep, old]
@@ -199,8 +199,8 @@ class Recovery:
         return bool(answer[0])
 
     def _shrink(self, old: World) -> None:
-        """Make the next communicator, of the ranks that are left."""
-        with waiting("find the ranks that are left"):
+        """Make the next communicator, of the remaining ranks."""
+        with waiting("find the remaining ranks"):
             self._base = self._base.Shrink()
         left = self._members()
         self.lost = tuple(sorted({*self.lost, *old.control.members} - {*left}))
@@ -257,7 +257,7 @@ def numbers_in_job(group: MPI.Group) -> list[int]:
 
 
 def _complete(request: MPI.Request, doing: str) -> None:
-    """Wait for an agreement. Nothing may end this wait: a rank must not leave before it knows the answer."""
+    """Wait for an agreement. This wait must not be interrupted: a rank must not leave before it knows the answer."""
     naps = patient_naps()
     while not request.Test():
         nap = naps()

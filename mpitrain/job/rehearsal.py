@@ -1,7 +1,7 @@
-"""The run of a script for `mpitrain plan`: it ends before it does harm, and says what it has written.
+"""The run of a script for `mpitrain plan`: it ends before it does harm, and lists what it has written.
 
-It sees what Python itself does (sys.addaudithook). Code in C, and other programs, write unseen: for these, the folder
-of the script and the current one are compared before and after.
+It sees what Python itself does (sys.addaudithook). Writes of C code and of other programs are not seen: for these, the
+folder of the script and the current folder are compared before and after.
 
 It imports nothing of mpitrain above job.context, so it can see whether the script has imported mpitrain.
 """
@@ -26,8 +26,8 @@ from typing import Any, NoReturn
 
 from mpitrain.context import PREFIX
 
-_MOST_UNSEEN = 10  # steps of an optimizer, or twice as many calls of world.mean, that are no steps of a plan
-_FIRST_LINE_SECONDS = 30.0  # without a step, then after twice as long each time
+_MOST_UNSEEN = 10  # steps of an optimizer, or twice as many calls of world.mean, that a plan cannot measure
+_FIRST_LINE_SECONDS = 30.0  # without a step; later lines follow at doubled intervals
 _MOST_FILES = 20_000  # of a folder that is compared
 _MOST_NAMES = 20  # in a line
 _SKIPPED = {".git", "__pycache__", "node_modules"}
@@ -42,19 +42,19 @@ _Files = dict[str, str]
 
 
 class Rehearsal:
-    """What a script does in its process, as far as Python sees it. Make one, before the script begins.
+    """Watches what a script does in its process, as far as Python sees it. Make one before the script begins.
 
-    Files that were there are neither overwritten, nor removed or renamed: the script ends before. It may make new
-    files, and append to others; at the end of the process a line on stderr names them. A script that has imported no
-    mpitrain ends before it makes a file. The caches of libraries do not count.
+    Existing files are never overwritten, removed or renamed: the script is ended before that. It may create files, and
+    append to others; at the end of the process a line on stderr names them. A script that has imported no mpitrain ends
+    before it makes a file. The caches of libraries do not count.
     """
 
     def __init__(self, script: str, seconds: float, *, may_write: bool) -> None:
         """
         Args:
             script: its file.
-            seconds: without a step that can be measured, after which the script is ended; 0: no limit.
-            may_write: the script may do to files what it wants.
+            seconds: the time without a measurable step after which the script is ended; 0: no limit.
+            may_write: the script may change any files.
         """
         self._script, self._seconds, self._may_write = script, seconds, may_write
         self._began = time.time_ns()
@@ -71,7 +71,7 @@ class Rehearsal:
             self._caches.append(os.path.realpath(Path(record).parent))
         self._temporary = [os.path.realpath(one) for one in (os.environ.get("TMPDIR", "/tmp"), "/tmp", "/var/tmp")]
         self._existed: dict[str, bool] = {}  # by path, when it was first seen
-        # A forked process has the file too. Of each path: what it was before, for the line at the end.
+        # A forked process also has the file. For each path: its earlier state, for the line at the end.
         self._journal = tempfile.TemporaryFile("a+b")  # noqa: SIM115
         self._noted: set[str] = set()
         self._refused: set[str] = set()
@@ -84,7 +84,7 @@ class Rehearsal:
         self._exit: SystemExit | None = None
 
     def begin(self) -> None:
-        """Begin to watch. A second object in a process would watch too."""
+        """Begin to watch. A second object in the same process would also watch."""
         global current  # noqa: PLW0603 - audit hooks stay for the whole process, too
         current = self
         atexit.register(self.report)
@@ -100,7 +100,7 @@ class Rehearsal:
             self._forget_optimizers = None
 
     def unseen(self, steps: str, share: float = 1.0) -> None:
-        """Note what is a step perhaps, and cannot be measured. End the script after a few, if nothing was measured."""
+        """Note what may be a step that cannot be measured. End the script after a few, if nothing was measured."""
         self._num_unseen += share
         if self._num_unseen >= _MOST_UNSEEN and not self.has_steps:
             self._end(
@@ -109,7 +109,7 @@ class Rehearsal:
             )
 
     def report(self) -> None:
-        """Say on stderr what was written."""
+        """Print on stderr what was written."""
         if os.getpid() != self._pid or self._journal.closed:
             return
         self._journal.seek(0)
@@ -126,7 +126,7 @@ class Rehearsal:
         if seen:
             self._say(f"wrote {self._listed(seen)}")
         if unseen:
-            self._say(f"or somebody else wrote, unseen by Python: {self._listed(unseen)}")
+            self._say(f"or other users wrote, unseen by Python: {self._listed(unseen)}")
         if programs:
             where = " and ".join(self._folders)
             looked = f"outside of {where}" if now is not None else f"(there are too many files in {where} to compare)"
@@ -140,7 +140,7 @@ class Rehearsal:
         if why not in self._refused:
             self._refused.add(why)
             self._say(why)
-        if os.getpid() != self._pid:  # a forked process has the functions of atexit too
+        if os.getpid() != self._pid:  # a forked process also has the functions of atexit
             os._exit(1)
         self.leave(0 if self.is_measured else 1)
 
@@ -151,9 +151,9 @@ class Rehearsal:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Put the script into this context.
+        """A context for the script.
 
-        Where the script is ended in a callback, the library that has called it raises an error of its own, as JAX does.
+        If the script is ended inside a callback, the calling library raises its own error, as JAX does.
         """
         try:
             yield
@@ -192,7 +192,7 @@ class Rehearsal:
             hear(self, event, arguments)
 
     def _imported(self, _: str, __: Sequence[Any]) -> None:
-        """Once PyTorch is there, count the steps of optimizers, and hear of torch.save, which writes in C++."""
+        """Once PyTorch is imported, count the steps of optimizers, and notice torch.save, which writes in C++."""
         module = sys.modules.get("torch.optim.optimizer")
         if self._has_torch or module is None:
             return
@@ -237,7 +237,7 @@ class Rehearsal:
             self._writes(_place(place), "")
 
     def _met(self, _: str, arguments: Sequence[Any]) -> None:
-        """Remember whether a file was there, before its time of change says otherwise."""
+        """Remember whether a file existed, before its modification time changes."""
         if (path := _path(arguments[0])) is not None:
             self._was_there(os.path.realpath(path))
 
@@ -265,7 +265,7 @@ class Rehearsal:
         return self._existed[path]
 
     def _writes(self, path: str, action: str) -> None:
-        """Note what is about to be done to a path. End the script before it loses what is there."""
+        """Note an action that is about to change a path. End the script before existing content is lost."""
         if self._is_cache(path):
             return
         try:
@@ -350,7 +350,7 @@ def _path(path: Any, folder: Any = -1) -> str | None:
 
 
 def _place(path: str) -> str:
-    """Where `path` is, if it is a link itself."""
+    """The location of `path` itself, even if it is a link."""
     folder, name = os.path.split(os.path.abspath(path))
     return os.path.join(os.path.realpath(folder), name)
 
@@ -365,7 +365,7 @@ def _is_hidden(path: str, home: str) -> bool:
 
 
 def _has_content(path: str, status: os.stat_result) -> bool:
-    """Whether something would be lost: locks and other empty files are not."""
+    """Whether content would be lost: locks and other empty files have none."""
     if stat.S_ISDIR(status.st_mode):
         with suppress(OSError):
             return bool(os.listdir(path))
@@ -373,7 +373,7 @@ def _has_content(path: str, status: os.stat_result) -> bool:
 
 
 def _caller() -> str:
-    """Where the script does it; "": not known."""
+    """The line of the script that does it; "": not known."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -384,7 +384,7 @@ def _caller() -> str:
 
 
 def _change(path: str, before: str) -> str:
-    """What has become of a path; "": nothing that stays."""
+    """How a path has changed; "": no lasting change."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -395,12 +395,12 @@ def _change(path: str, before: str) -> str:
 
 
 def _state(status: os.stat_result) -> str:
-    """Equal for a file that has not changed. An empty file is as it was."""
+    """A value that is equal if a file has not changed."""
     return f"{status.st_size} {status.st_mtime_ns}" if status.st_size else "empty"
 
 
 def _files(folders: Sequence[str]) -> _Files | None:
-    """The files of folders with size, time and number; None: there are too many."""
+    """The files of folders with size, time and inode number; None: there are too many."""
     files: _Files = {}
     for path, status in _walk(list(folders)):
         files[path] = f"{_state(status)} {status.st_ino}"

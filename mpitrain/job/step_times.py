@@ -1,10 +1,10 @@
-"""The times of a script's steps on one rank, for `mpitrain plan`: how long they take, when each gradient is ready.
+"""The times of a script's steps on one rank, for `mpitrain plan`: their length, and when each gradient is ready.
 
     end of a step   update, next batch, forward ...  backward                     end of the step
          0          ──────────────────────────────>  ready ready     ready ready  seconds
 
 Each rank trains alone, with the part of a batch that it would have among 1, 2, 4, ... ranks, one after the other. So
-the time of a smaller part is measured. Ranks of several hosts do so side by side, and meet only at the end.
+the time of smaller parts is measured. Ranks on several hosts do this in parallel, and communicate only at the end.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from mpitrain.tree import Tree, leaves
 from mpitrain.world.shard import largest_part
 from mpitrain.world.world import World
 
-# The first steps load libraries and take memory. After a change of the part, batches may have been read ahead.
+# The first steps load libraries and allocate memory. After a change of the part, batches may have been read ahead.
 _FIRST_STEPS, _NEXT_STEPS = 3, 2
-_LONG_SECONDS = 15.0  # If steps are long, fewer of them will do.
-# So many steps without the expected number of samples: the script does not divide its batch by the World.
+_LONG_SECONDS = 15.0  # If steps are long, fewer of them are enough.
+# After this many steps without the expected number of samples, the script does not divide its batch by the World.
 _MOST_OTHERS = 40
 # Where all links are busy at once, a switch or the processors may carry less than one pair of nodes was measured with.
 SUMS, SUM_WITH_SEVERAL_RANKS_ON_A_NODE = ("ring", "direct"), "hierarchical"
@@ -44,7 +44,7 @@ class StepTimes:
     """Measures the steps of this rank, and ends the script after the last one. See world.StepWatch.
 
     Attributes:
-        divisor: the number of ranks among which the present part is one.
+        divisor: the number of ranks among which the batch is divided for the current part.
     """
 
     def __init__(self, everyone: World) -> None:
@@ -57,7 +57,7 @@ class StepTimes:
         self._layout: list[tuple[str, int]] = []
         self._parts: list[dict[str, Any]] = []
         self._weight = self._whole = 0.0
-        self._since = -math.inf  # when the step before has ended
+        self._since = -math.inf  # when the previous step ended
         self._processor = 0.0  # seconds of this process at the first measured step
         self._began = 0.0  # of the first measured step
         self._busy_cores = 0.0  # from there to the end of the last measured step
@@ -66,11 +66,11 @@ class StepTimes:
         self._first_weights: list[float] = []  # until the whole batch is known
         self._others: list[float] = []  # weights of the last steps, if none of them had the expected one
         self._num_steps = 0
-        self._is_fixed = False  # each rank takes as many samples, however many ranks there are
+        self._is_fixed = False  # each rank takes the same number of samples, however many ranks there are
         self._is_written = False
 
     def begin(self, layout: Sequence[tuple[str, int]], weight: float) -> None:
-        """Note that gradients will come: names and bytes by index, and the samples that they are of.
+        """Note that gradients will follow: names and bytes by index, and the number of their samples.
 
         Raises:
             ConfigError: the script trains several models.
@@ -91,7 +91,7 @@ class StepTimes:
         self._ready[index] = time.perf_counter() - self._since
 
     def end(self) -> None:
-        """Note that the step has its means. End the script if that was the last step.
+        """Note that the step's means are available. End the script if that was the last step.
 
         Raises:
             ConfigError: the numbers of samples differ too much for one of them to be the whole batch.
@@ -115,7 +115,7 @@ class StepTimes:
         self._since = time.perf_counter()
 
     def write(self) -> None:
-        """Bring the times of all ranks together, and write them on rank 0. Collective; a second call does nothing."""
+        """Gather the times of all ranks, and write them on rank 0. Collective; a second call does nothing."""
         if self._is_written:
             return
         self._is_written = True
@@ -131,13 +131,13 @@ class StepTimes:
             "cores": own_cores(self._everyone),
             "busy_cores": self._busy_cores,
         }
-        of_all = self._everyone.allgather({**own, "sums": self._sums()})  # last, where nothing else is measured
+        of_all = self._everyone.allgather({**own, "sums": self._sums()})  # last, when nothing else is being measured
         with self._everyone.together("write the times of the steps"):
             if self._everyone.is_root:
                 self._path.write_text(json.dumps(of_all))
 
     def _is_expected(self) -> bool:
-        """Whether the step had the samples of the present part. The last batch of an epoch may have fewer."""
+        """Whether the step had the samples of the current part. The last batch of an epoch may have fewer."""
         if not self._whole:
             self._whole = statistics.mode(self._first_weights) * self.divisor
             if not self._whole > 0:
@@ -168,7 +168,7 @@ class StepTimes:
             self.divisor, self._skip = self._sizes[0], _NEXT_STEPS
 
     def _sums(self) -> dict[str, tuple[float, float]]:
-        """Time of a sum of SUM_BYTES over all hosts at once, by algorithm; {} on one host. Collective.
+        """The time of a sum of SUM_BYTES over all hosts at once, by algorithm; {} on one host. Collective.
 
         Returns:
             By algorithm: seconds of the slowest rank, and processor seconds of the rank with the most. Both are the
@@ -195,12 +195,13 @@ class StepTimes:
         return times
 
     def called(self, operation: str, tree: Tree) -> None:
-        """Note a call of world.mean or world.sum. Without other steps, the script trains by those of arrays."""
+        """Note a call of world.mean or world.sum. Without other steps, calls with arrays count as the script's
+        steps."""
         if rehearsal.current is not None and any(getattr(leaf, "shape", ()) for _, leaf in leaves(tree)):
             rehearsal.current.unseen(f"by world.{operation}", 0.5)
 
     def _leave(self) -> None:
-        """Leave the script: its end, such as saving a model, must not run."""
+        """Exit from the script: its end, such as saving a model, must not run."""
         self.write()
         if rehearsal.current is not None:
             rehearsal.current.leave(0)

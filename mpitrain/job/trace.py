@@ -1,12 +1,12 @@
-"""A trace of a job: what each rank computed, waited for and had on the wire, on one time axis.
+"""A trace of a job: each rank's computation, waits and communication, on one time axis.
 
 Each rank records its spans by its own clock. At the end rank 0 gathers them, converts them to its clock, and writes one
 file in the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing show.
 
-Two clocks are compared by messages to and fro: rank 0 sends at t0, the other rank answers with its time t, the answer
-arrives at t1. The answer was sent between t0 and t1, so at (t0 + t1) / 2, with an error of at most half the round trip.
-Of many round trips, the shortest counts. Clocks also run at slightly different rates, about 10 us per second apart. So
-they are compared at the beginning and at the end, and the offsets in between lie on the straight line.
+Two clocks are compared by round trips: rank 0 sends at t0, the other rank answers with its time t, the answer arrives
+at t1. The answer was sent between t0 and t1, so at (t0 + t1) / 2 with an error of at most half the round trip. The
+shortest of many round trips is used. Clocks also run at slightly different rates, about 10 us per second apart. So they
+are compared at the beginning and at the end, and the offsets in between are interpolated linearly.
 
 Sources: Cristian, Probabilistic clock synchronization (1989); Mills, RFC 5905 (NTP version 4), section 8, where the
 sample of the least delay is chosen as well; Google, Trace Event Format (2016).
@@ -80,7 +80,7 @@ def _round_trips(world: World, rank: int) -> Iterator[Clock]:
 
 
 def _send(world: World, to: int, *numbers: float) -> None:
-    """Send or receive at most three numbers; a message so short leaves at once."""
+    """Send or receive at most three numbers; such a short message is sent at once."""
     world.objects.Send(numpy.array([*numbers, 0.0, 0.0])[:3], to)
 
 
@@ -98,7 +98,7 @@ class Trace:
         """Collective over the job's current World.
 
         Raises:
-            ConfigError: rank 0 cannot write into `directory`. On every rank.
+            ConfigError: rank 0 cannot write into `directory`. Raised on every rank.
         """
         world = job.world
         self._job = job
@@ -117,7 +117,7 @@ class Trace:
         if world.control.is_broken:
             return
         try:
-            # Ranks reach their ends at different times, and one may work on alone for long, as before `farewell`.
+            # Ranks reach their ends at different times, and one may keep working alone for long, as before `farewell`.
             others = world.begin_agreement("end the trace")
             world.control.wait(until(others.test, lambda: 0.001), "the end of the others", status=ENDED)
             end = compare_clocks(world)
@@ -136,7 +136,7 @@ class Trace:
 
 
 def moved(span: Span, begin: Clock, end: Clock) -> Span:
-    """Convert `span` to rank 0's clock; the offset lies on the line through those at the beginning and at the end."""
+    """Convert `span` to rank 0's clock, with the offset interpolated between the beginning and the end."""
     rate = (end.offset - begin.offset) / (end.at - begin.at) if end.at > begin.at else 0.0
 
     def there(here: float) -> float:
@@ -155,7 +155,7 @@ def document(hosts: Sequence[str], of_all: Sequence[tuple[Sequence[Span], int, f
             _named(rank, 0, "process_sort_index", sort_index=rank),
         ]
         for number, lane in enumerate(_LANES):
-            # Spans that overlap in one lane, such as two buckets on the wire, need rows of their own.
+            # Spans that overlap in one lane, such as two buckets in flight, need separate rows.
             ends: list[float] = []
             for span in sorted((span for span in spans if span.lane == lane), key=lambda span: span.begin):
                 row = next((row for row, free in enumerate(ends) if free <= span.begin), len(ends))

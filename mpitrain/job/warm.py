@@ -4,15 +4,15 @@
     mpiexec ── stub ──environment, output, PMI_FD──> serve() ── fork ──> returns, and Python runs train.py
                  ^──────exit code or signal───────── serve() <──end──── the rank
 
-Python imports `sitecustomize` before it looks at the program. So a forked rank runs all of the program as a cold one
-does: sys.argv, sys.path, __main__ and tracebacks are the same, and no code of the user has run before. Its holder is
+Python imports `sitecustomize` before it looks at the program. So a forked rank runs the whole program as a cold one
+does: sys.argv, sys.path, __main__ and tracebacks are the same, and no user code has run before. Its holder is
 mpitrain.launch.holder.
 
-What libraries read when they are imported cannot be given later. So a rank with other variables, files, cores or
-another folder starts cold, and so do all where a library is not safe to fork after its import (`_unsafe`).
+Libraries read some values only when they are imported. So a rank with different variables, files, cores or folder
+starts cold. All ranks do so if a library is not safe to fork after its import (`_unsafe`).
 
-Forks have in common, until their attempt ends: the seed of hash(str), unless PYTHONHASHSEED is set, and what other
-libraries than random, NumPy, PyTorch, ssl and tempfile have drawn at random in their imports.
+Until their attempt ends, forks share the seed of hash(str), unless PYTHONHASHSEED is set, and the random values that
+libraries drew in their imports, except random, NumPy, PyTorch, ssl and tempfile.
 """
 
 from __future__ import annotations
@@ -56,19 +56,20 @@ from mpitrain.watching.sockets import accepted, listen, of_this_user, peer
 
 _MESSAGE_BYTES, _MOST_DESCRIPTORS = 1024, 8
 _STAMPS_SECONDS = 1.0
-_MOST_LETTERS = 150  # of a reason in a message, of which each may take six bytes
-_STUB_SECONDS = 1.0  # a stub sends at once what it has
+_MOST_LETTERS = 150  # of a reason in a message; each may take six bytes
+_STUB_SECONDS = 1.0  # a stub sends its data at once
 _NUM_LIMITS = 16  # RLIM_NLIMITS of Linux
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_GET_NAME = 1, 15, 16
-# What differs from one login to the next: over several hosts, mpiexec starts each attempt by ssh, or by a step of
+# Variables that differ from login to login: over several hosts, mpiexec starts each attempt by ssh, or by a step of
 # Slurm.
 _OF_LOGIN = ("SSH_", "XDG_SESSION_", "SLURM_")
 # An attempt on one host has other settings of the network than one on several hosts. MPICH, UCX, libfabric, NCCL and
 # Gloo read them when they first communicate, not when they are imported.
 _OF_NETWORK = ("MPIR_CVAR_", "UCX_", "FI_", "NCCL_", "GLOO_")
-# Variables that libraries set while they run, and mpitrain in init(). Others that a program has set may be for imports.
+# Variables that libraries set while they run, and mpitrain in init(). Other variables that a program sets may affect
+# imports.
 _OF_RUN = ("PJRT_NPROC", "ACCELERATE_", "PL_", "TORCH_WARM_POOL", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-# Each process that runs Python has them of its own.
+# Each process that runs Python has its own.
 _OF_START = ("__main__", "__mp_main__", "sitecustomize", "usercustomize")
 # They replace parts of modules that are imported later, or must be the first import.
 _FIRST = {"gevent", "eventlet"}
@@ -80,7 +81,7 @@ class TakenPlace:
     """The place of a rank that a fork has taken.
 
     Attributes:
-        stub: the process that mpiexec takes for the rank; 0: this process itself.
+        stub: the process that mpiexec considers the rank; 0: this process itself.
         starter: the process of mpiexec that has started the rank; 0: the parent of this process.
     """
 
@@ -127,7 +128,7 @@ def publish_imports() -> None:
 
 
 def serve() -> None:
-    """Import what a rank has listed, then fork a rank for each stub that calls. Returns in these ranks alone."""
+    """Import what a rank has listed, then fork a rank for each stub that calls. Returns only in these ranks."""
     line_number, listed, name = os.environ.pop(WARM_LINE).split()
     line = socket.socket(fileno=int(line_number))
     line.set_inheritable(False)
@@ -142,13 +143,13 @@ def serve() -> None:
     listener = listen(name)
     _set_name(WARM_NAME.encode())
     line.sendall(b'{"ready": 1}')
-    # What imports have set: the import does not run again in a fork.
+    # Variables that imports have set: the import does not run again in a fork.
     of_imports = {name: value for name, value in os.environ.items() if environment.get(name) != value}
     _fork_ranks(line, listener, environment, of_imports, own_name)
 
 
 def _warm_up(imports: Mapping[str, Any]) -> str:
-    """Import what can be imported ahead. Return why ranks must not be forked from here; "": nothing is against it."""
+    """Import what can be imported ahead. Return why ranks must not be forked from here; "": they may be."""
     open_before, shared_before = _open_files(), _shared_memory()
     if first := _FIRST & {name for name, _ in imports["modules"]}:
         return f"{first.pop()} must be imported before other modules"
@@ -158,7 +159,8 @@ def _warm_up(imports: Mapping[str, Any]) -> str:
     os.environ["TORCH_WARM_POOL"] = "0"
     for name, _ in imports["modules"]:
         if name not in sys.modules:
-            # Some names are no modules, and some modules want more than there is. The rank imports these itself.
+            # Some names are not modules, and some modules need more than is available here. The rank imports these
+            # itself.
             with suppress(BaseException):
                 importlib.import_module(name)
     del sys.meta_path[0], os.environ["TORCH_WARM_POOL"]
@@ -183,7 +185,7 @@ def _warm_up(imports: Mapping[str, Any]) -> str:
 
 
 class _Later(importlib.abc.MetaPathFinder):
-    """Refuses what a rank must import itself: the import of mpi4py.MPI may start MPI."""
+    """Refuses modules that a rank must import itself: the import of mpi4py.MPI may start MPI."""
 
     def find_spec(self, name: str, *_: object) -> None:
         """See MetaPathFinder."""
@@ -192,11 +194,11 @@ class _Later(importlib.abc.MetaPathFinder):
 
 
 class _OnlyInRanksError(BaseException):
-    """No ImportError: a module would take that for a missing library, and continue without it."""
+    """Not an ImportError: a module would take that for a missing library, and continue without it."""
 
 
 def _unsafe(open_before: Mapping[int, str], shared_before: set[str]) -> str:
-    """Say what an import has left that a fork would share or lose; "": nothing."""
+    """Describe what an import has left that a fork would share or lose; "": nothing."""
     if opened := [file for number, file in _open_files().items() if open_before.get(number) != file]:
         return f"an import has opened {opened[0]}, which all ranks would share"
     if shared := sorted(_shared_memory() - shared_before):
@@ -207,7 +209,7 @@ def _unsafe(open_before: Mapping[int, str], shared_before: set[str]) -> str:
     if mpi is not None and mpi.Is_initialized():
         return "an import has started MPI"
     # OpenBLAS ends its threads before each fork, and starts them again at the next call, here and in the child.
-    # Threads of libraries that do not know of forks are still there after one.
+    # Threads of libraries that do not handle forks still exist at this point.
     child = os.fork()
     if not child:
         os._exit(0)
@@ -224,7 +226,7 @@ def _unsafe(open_before: Mapping[int, str], shared_before: set[str]) -> str:
 
 
 def _open_files() -> dict[int, str]:
-    """The open files of this process that processes would share in use: no file on a disk, nothing like /dev/null."""
+    """The open files of this process whose use forks would share: not files on disk or devices like /dev/null."""
     files = {}
     for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208
         with suppress(OSError):
@@ -236,7 +238,7 @@ def _open_files() -> dict[int, str]:
 
 
 def _shared_memory() -> set[str]:
-    """The names of the memory that this process shares with its forks, and can write."""
+    """The names of the writable memory that this process shares with its forks."""
     lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     return {fields[5] if len(fields) > 5 else "memory" for line in lines if (fields := line.split())[1] == "rw-s"}
 
@@ -256,7 +258,7 @@ def _fork_ranks(
 ) -> None:
     """Fork a rank for each stub, pass signals on to it, and tell the stub how it ends. Returns in a rank.
 
-    Its environment is that of its stub, with what is `of_imports`.
+    Its environment is that of its stub, with the variables in `of_imports`.
 
     An interpreter that a rank does not fit takes no more stubs, and ends with its last rank.
     """
@@ -304,7 +306,7 @@ def _fork_ranks(
             if pid is not None and opened is not None:
                 ranks[opened] = _ForkedRank(pid, stub)
             else:
-                if pid is not None:  # it cannot be watched, so a process of its own becomes the rank
+                if pid is not None:  # it cannot be watched, so a separate process becomes the rank
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
                 answer(stub, b"program")
@@ -343,7 +345,7 @@ def _forked() -> int | None:
 
 
 def _stamps() -> dict[str, int]:
-    """When each file of code was last written, but for those of Python itself."""
+    """When each file of code was last written, except those of Python itself."""
     stamps = {}
     library = os.path.dirname(os.__file__)  # noqa: PTH120 (a prefix)
     for module in tuple(sys.modules.values()):
@@ -356,7 +358,7 @@ def _stamps() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _StubPlace:
-    """What a stub has been given by mpiexec."""
+    """What mpiexec has given to a stub."""
 
     folder: bytes
     cores: bytes
@@ -374,7 +376,7 @@ class _StubPlace:
 
 
 def _misfit(environment: Mapping[str, str], folder: bytes, place: _StubPlace) -> str:
-    """Say in what a rank differs from this interpreter such that its imports may have another result; "": in nothing.
+    """Describe a difference between a rank and this interpreter that may affect imports; "": there is none.
 
     `environment` and `folder` are those of this interpreter.
     """
@@ -422,7 +424,7 @@ def _become(stub: socket.socket, place: _StubPlace, given: Sequence[int], parent
 
 
 def _inherit(stub: int) -> None:
-    """Have what a process has from its parent: the limits of the stub, its umask, and the signals that it ignores."""
+    """Take over what a process has from its parent: the limits of the stub, its umask, and its ignored signals."""
     for number in range(_NUM_LIMITS):
         with suppress(OSError, ValueError):
             resource.setrlimit(number, resource.prlimit(stub, number))
@@ -441,7 +443,7 @@ def _variables(words: Iterable[bytes]) -> dict[str, str]:
 
 
 def _mark() -> None:
-    """Write the marks of the rank's job to where the agents look: into the room that the holder has left for them."""
+    """Write the marks of the rank's job where the agents look: into the space that the holder has reserved."""
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     begin, end = int(fields[47]), int(fields[48])  # env_start and env_end of proc(5)
     block = ctypes.string_at(begin, end - begin)
@@ -460,7 +462,7 @@ def _name() -> bytes:
 
 
 def _set_name(name: bytes) -> None:
-    """Set the name in the process table, which shows that this is no rank."""
+    """Set the name in the process table, which shows that this is not a rank."""
     _prctl(_PR_SET_NAME, name)
 
 

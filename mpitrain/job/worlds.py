@@ -1,4 +1,4 @@
-"""make_world: the ranks of a communicator become a World; and the cores that each of its ranks has for itself."""
+"""make_world makes a World from the ranks of a communicator; own_cores counts the cores of each of its ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mpitrain.world.world import World
 
 
 def own_cores(world: World) -> float:
-    """The cores of this machine for each of its ranks, also of those on other hosts of it, such as containers.
+    """The number of this machine's cores per rank, counting also its ranks in other hosts, such as containers.
 
-    Collective. Ranks may be bound to different cores: all that one of them may use count.
+    Collective. Ranks may be bound to different cores: every core that some rank may use counts.
     """
     machine = Path("/proc/sys/kernel/random/boot_id").read_text()
     of_all = world.allgather((machine, os.sched_getaffinity(0)))
@@ -34,7 +34,7 @@ def own_cores(world: World) -> float:
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Of one rank: a World's number is made from its first rank, and from how many Worlds that rank was in before.
+# Per rank: a World's number is made from its first rank, and from the number of Worlds that this rank was in before.
 _MOST_WORLDS = 2**32
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -50,11 +50,11 @@ def make_world(
     """A World over the ranks of `comm`, which stays the caller's own. Collective over `comm`.
 
     Until the World exists, all messages go over `comm`, and every communicator is made from `comm`. So if a rank is
-    lost in the middle, nobody waits for it elsewhere.
+    lost in the middle, no rank waits for it elsewhere.
 
     Args:
-        parent: a World that has all ranks of `comm`. The new one then hears the notes of the same job, its ranks keep
-            their names, and it is freed before its parent. Default: the World has all ranks of the job.
+        parent: a World that has all ranks of `comm`. The new one then receives the notes of the same job, its ranks
+            keep their names, and it is freed before its parent. Default: the World has all ranks of the job.
         members: without a parent, the numbers that the ranks have in the job. Default: those that they have in `comm`.
     """
     made_so_far = len(parent.control.notes.made) if parent else 0
@@ -94,15 +94,15 @@ def numbered(machines: Sequence[Hashable]) -> tuple[int, ...]:
     """Return the node rank of every rank: nodes count in the order of their lowest ranks.
 
     Ranks share memory if they have the same host name, boot and process numbering: they find each other's memory
-    through /proc. MPI's own split of a communicator takes two containers for one node. After a rank has joined or left,
-    that split may take two nodes for one.
+    through /proc. MPI's own split of a communicator treats two containers as one node. After a rank has joined or left,
+    that split may treat two nodes as one.
     """
     order = list(dict.fromkeys(machines))
     return tuple(order.index(machine) for machine in machines)
 
 
 def check_containers(world: World) -> None:
-    """Refuse ranks that MPI takes for ranks of one node, but that cannot see each other's processes. Collective.
+    """Refuse ranks that MPI considers to be on one node, but that cannot see each other's processes. Collective.
 
     Raises:
         LaunchError: MPI would read the memory of processes that it cannot see. Raised on every rank.
@@ -132,5 +132,5 @@ def check_containers(world: World) -> None:
 def _boot_id() -> str:
     try:
         return _BOOT_ID.read_text()
-    except OSError:  # no Linux, or a /proc without this entry: the other two must do
+    except OSError:  # not Linux, or a /proc without this entry: the other two must be enough
         return ""

@@ -1,1 +1,1 @@
-"""The launcher: starts a job on this machine or on several hosts, relays its output, and sees to its end."""
+"""The launcher: starts a job on this machine or on several hosts, relays its output, and waits for its end."""

@@ -34,6 +34,8 @@ Of an attempt. Each of these messages has "attempt": the id of the attempt.
     launcher: {"bye": 1, "roll_call": path}: its remaining processes are ended; an agent in place of one that was
                                              killed removes the roll call
 
+An attempt whose ranks need no MPI has these messages too: host_ranks.py.
+
 A wish with `linger_seconds` is for an attempt whose agent was killed: it has the `token` and the `roll_call`, the
 `files` that the agent knew and the start `since`, or null. The answer is {"ended": ...}.
 
@@ -99,7 +101,7 @@ class HostAgent:
         """`wish` has `silence_seconds`; on the launcher's host `live`, its socket, and `stderr`, a descriptor of it."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit[1], limit[1]))  # it needs four per rank, and the keeper two
-        self._probe = probe
+        self._probe, self._limit = probe, limit
         self._live = wish.get("live", "")
         self._attempts: dict[str, HostAttempt] = {}
         self._memory = HeldMemory(wish["silence_seconds"], wish.get("stderr"))
@@ -127,7 +129,9 @@ class HostAgent:
         while True:
             now, attempts = time.monotonic(), list(self._attempts.values())
             wait_seconds = min([_LOOK_SECONDS, *(attempt.patience(now) for attempt in attempts)])
-            ready = _readable([0, *self._holder.files(), *(attempt.fileno() for attempt in attempts)], wait_seconds)
+            ready = _readable(
+                [0, *self._holder.files(), *(one for attempt in attempts for one in attempt.files())], wait_seconds
+            )
             for attempt in attempts:
                 attempt.look()
             self._holder.look(ready)
@@ -160,7 +164,7 @@ class HostAgent:
         if wish is not None and "linger_seconds" in wish:
             sweep(wish)
         elif wish is not None:
-            attempt = begun(wish, self._probe)
+            attempt = begun(wish, self._probe, self._limit)
             if attempt is not None:
                 self._attempts[token] = attempt
         elif token in self._attempts and self._attempts[token].obey(message):

@@ -1,8 +1,8 @@
 """The agents of all hosts of a job (agent.py), as the launcher sees them: one connection a host, over all attempts.
 
-A thread keeps the connections alive, and hands out what comes: of an attempt to that attempt (watch.py), of the memory
-to the keepers (keepers.py), of the warm interpreters to the holders (holders.py). It is a thread, because the main
-thread may block on a reader of its output.
+A thread keeps the connections alive, and distributes the messages: of an attempt to that attempt (watch.py), of the
+memory to the keepers (keepers.py), of the warm interpreters to the holders (holders.py). It is a thread, because the
+main thread may block on a reader of its output.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Watched(Protocol):
 
     @property
     def hosts(self) -> Iterable[str]:
-        """Those that it needs."""
+        """The hosts that it needs."""
 
     @property
     def is_kept(self) -> bool:
@@ -49,7 +49,7 @@ class Watched(Protocol):
         """Do what is due every second."""
 
     def judge(self, now: float, *, is_sure: bool) -> None:
-        """Look whether there is trouble. Without `is_sure`, silence says nothing."""
+        """Check whether there is trouble. Without `is_sure`, silence is not taken as trouble."""
 
 
 class Agents:
@@ -134,7 +134,7 @@ class Agents:
         self.release()
 
     def release(self) -> None:
-        """Let the agents end that nobody needs."""
+        """Let the agents end that are no longer needed."""
         with self._lock:
             needed = self._held.union(*(attempt.hosts for attempt in self._attempts.values()))
         for host in self._connections.keys() - needed:
@@ -143,13 +143,13 @@ class Agents:
             connection.process.poll()
 
     def join(self, attempt: Watched) -> None:
-        """From now on, this attempt gets what is said of it."""
+        """From now on, this attempt gets the messages about it."""
         with self._lock:
             self._attempts[attempt.token] = attempt
         attempt.trouble = attempt.trouble or self._fault
 
     def part(self, attempt: Watched) -> None:
-        """Nobody needs this attempt any more."""
+        """This attempt is no longer needed."""
         with self._lock:
             self._attempts.pop(attempt.token, None)
         self.release()
@@ -172,7 +172,7 @@ class Agents:
                 self.send(connection, message)
 
     def beat_soon(self) -> None:
-        """Beat now, in place of within a second."""
+        """Beat now instead of within a second."""
         self._beaten = 0.0
         self._rouse()
 
@@ -213,7 +213,7 @@ class Agents:
         self._none_of_job.enter_context(left_out({pid}))
 
     def _part_with(self, host: str) -> None:
-        """Say goodbye. Nobody waits for the agent before the end of the job."""
+        """Disconnect. The agent is not waited for before the end of the job."""
         with self._lock:
             connection = self._connections.pop(host)
             if connection.is_closed or silence(connection) > SILENCE_SECONDS / 2:
@@ -223,7 +223,7 @@ class Agents:
         self._parting.append(connection)
 
     def _rouse(self) -> None:
-        """Have the thread look what is to be sent."""
+        """Have the thread check what is to be sent."""
         with suppress(BlockingIOError):
             os.write(self._wake, b"x")
 

@@ -41,7 +41,7 @@ from mpitrain.launch.watch import AttemptOnHosts
 from mpitrain.launch.watched import WatchedJob, identified
 from mpitrain.watching.hang_report import SEEN_ONLY
 
-# A load is said every second; an older one is of a time when nobody watched, or of a silent host.
+# A load is reported every second; an older one is of a time without watchers, or of a silent host.
 _OLD_SECONDS = 5.0
 _LINES = 50  # of what a rank has printed, in which its step is looked for
 
@@ -98,7 +98,7 @@ class LiveAttempt:
 
 
 def show_here(job: JobSpec, from_file: Mapping[str, str]) -> None:
-    """Print the mpiexec command. The arguments are those of run_here."""
+    """Print the command. The arguments are those of run_here."""
     _refuse_absent(from_file)
     print(command_for(job, os.environ))
 
@@ -113,7 +113,7 @@ def run_here(
     orders: Orders,
     meanwhile: Callable[[], None],
 ) -> Ended:
-    """Start the job and see to its end.
+    """Start the job and wait for its end.
 
     Args:
         agents: of the job; the one here is all that is needed.
@@ -122,7 +122,7 @@ def run_here(
         keepers: of the job; None: it is not started again.
         holders: of the warm interpreters that fork the ranks of later attempts; None: the job is not started again.
         live: lets others watch the job.
-        orders: what tellers tell the job.
+        orders: the commands that users send to the job.
         meanwhile: is called some times a second while the job runs.
 
     Raises:
@@ -132,6 +132,7 @@ def run_here(
     own, context = job.placement.own, identified(job.context, Path(tempfile.gettempdir()))
     wish: dict[str, Any] = {"token": context.job, "roll_call": context.roll_call, "peers": {}}
     wish["port"] = torchrun.wanted_port(os.environ)
+    wish["num_worker_ports"] = job.placement.num_ranks if context.tf_config else 0
     if keepers is not None:
         keepers.begin([own], context.job)
     if holders is not None:
@@ -149,8 +150,10 @@ def run_here(
             holders=holders,
             orders=orders,
         )
-        # Each rank makes itself known before it becomes the program, which may end before it calls init().
-        program = command_of("{}", job.program) if holders is None else holders.command()
+        # With mpiexec, each rank makes itself known before it becomes the program, which may end before init().
+        program = job.program
+        if job.mpiexec is not None:
+            program = command_of("{}", job.program) if holders is None else holders.command()
         with live.showing(context.job, LiveAttempt(job, attempt)):
             added = torchrun.of_job(replace(job, context=context), facts, os.environ)
             job = replace(job, context=context, program=program, variables={**job.variables, **added})
@@ -199,7 +202,7 @@ class Attempts:
         self.forget()
 
     def run(self, job: JobSpec, meanwhile: Callable[[], None]) -> Ended:
-        """Start an attempt and see to its end; `meanwhile` is called some times a second.
+        """Start an attempt and wait for its end; `meanwhile` is called several times a second.
 
         Raises:
             LaunchError: hosts cannot be reached, or differ from this one.

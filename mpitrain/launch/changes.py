@@ -43,7 +43,7 @@ Next = tuple[JobState, list[Action]]
 
 
 def why_not(state: JobState) -> str:
-    """Say why the hosts of the job cannot change now; "": they can."""
+    """Return why the hosts of the job cannot change now; "": they can."""
     if not state.is_running:
         return _STARTS
     if state.change is not None:
@@ -66,7 +66,7 @@ def is_open(state: JobState) -> bool:
 
 
 def leave_asked(state: JobState, event: events.LeaveAsked) -> Next:
-    """Somebody asks hosts to leave."""
+    """A user asks hosts to leave."""
     if problem := why_not(state) or _why_no_leave(state, event.hosts):
         return state, [Reply(problem)]
     state, actions, _ = _part(state, event, list(event.hosts))
@@ -74,7 +74,7 @@ def leave_asked(state: JobState, event: events.LeaveAsked) -> Next:
 
 
 def join_asked(state: JobState, event: events.JoinAsked) -> Next:
-    """Somebody asks hosts to join, and others to leave. Whether they can join takes seconds to find out."""
+    """A user asks hosts to join, and others to leave. It takes seconds to find out whether they can join."""
     leave = set(event.leave)
     num_joining = len({item.partition("/")[0] for item in event.text.split(",")})
     if problem := why_not(state) or (_why_no_leave(state, event.leave, num_joining) if leave else ""):
@@ -83,7 +83,7 @@ def join_asked(state: JobState, event: events.JoinAsked) -> Next:
 
 
 def _why_no_leave(state: JobState, leave: Sequence[str], num_joining: int = 0) -> str:
-    """Say why these hosts cannot leave, while so many others join; "": they can."""
+    """Return why these hosts cannot leave, while this many others join; "": they can."""
     now_on, num_left = state.now_on.hosts, len(set(state.now_on.hosts) - set(leave))
     if strange := [host for host in leave if host not in now_on]:
         return f"{strange[0]} is not a host of the job; its hosts are {', '.join(now_on)}"

@@ -156,14 +156,14 @@ def shared_addresses(facts: Mapping[str, HostFacts]) -> list[Refusal]:
 def perhaps_late(refusals: Sequence[Refusal]) -> dict[str, str]:
     """Return, in a line each, what is wrong on the hosts that may only see a change on a share later than others.
 
-    A share shows a replaced file, or a new one in a folder, some seconds late (NFS: its attribute cache).
+    A network file system shows a replaced file, or a new one in a folder, some seconds late (NFS: its attribute cache).
     """
     others = {refusal.host for refusal in refusals if refusal.condition not in _READ_FROM_FILES}
     return faults_by_host([refusal for refusal in refusals if refusal.host not in others])
 
 
 def without_files(own: str, facts: Mapping[str, HostFacts]) -> tuple[str, ...]:
-    """List the other hosts that lack the script, the folder or the Python, as without the mounted share."""
+    """List the other hosts that lack the script, the folder or the Python, as when the shared folder is not mounted."""
     return tuple(host for host, there in facts.items() if host != own and _paths(host, there))
 
 

@@ -60,9 +60,11 @@ AGENT = (
     *COMMON,
     "watching.roll_call",
     "watching.census",
+    "watching.flight_recorder",
     "launch.memory_kills",
     "launch.facts",
     "launch.load",
+    "launch.host_ranks",
     "launch.host_attempt",
     "launch.keeper",
     "launch.holder",
@@ -183,7 +185,7 @@ class Connection:
         return list(self._received.take(data))
 
     def why_closed(self) -> str:
-        """Say in one line what went wrong, and what to do."""
+        """Describe in one line what went wrong, and what to do."""
         self.errors.seek(0)
         words = self.errors.read().decode(errors="replace").strip()
         try:
@@ -193,7 +195,7 @@ class Connection:
         return explain(self.host, words, code)
 
     def how_killed(self) -> str:
-        """Say how the agent was killed, if it was: ssh itself only returns 255."""
+        """Return how the agent was killed, if it was: ssh itself only returns 255."""
         self.errors.seek(0)
         if self.errors.read().strip():
             return ""
@@ -313,7 +315,7 @@ def _texts() -> dict[str, str]:
 
 
 def explain(host: str, words: str, code: int | None) -> str:
-    """Say why the connection to `host` ended, from what ssh wrote, and what to do."""
+    """Explain why the connection to `host` ended, from the output of ssh, and what to do."""
     last = words.splitlines()[-1] if words else f"ended with code {code} and wrote nothing"
     shown = f"{host}: {last}"
     if "REMOTE HOST IDENTIFICATION HAS CHANGED" in words and (other := _owner_of_key(words, host)):

@@ -92,7 +92,7 @@ def _serve(line: socket.socket, answer: Callable[[Mapping[str, Any], int], Mappi
 
 
 def ask(launcher: str, wish: Mapping[str, Any]) -> dict[str, Any]:
-    """Tell a launcher of this host a wish, and return its answer."""
+    """Send a request to a launcher of this host, and return its answer."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
             line.settimeout(_ANSWER_SECONDS)
@@ -106,7 +106,7 @@ def ask(launcher: str, wish: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _connect(line: socket.socket, address: str) -> None:
-    """Connect; wait for a place among those whom the launcher has not heard yet. Another user may fill these places."""
+    """Connect; wait for a place in the launcher's queue of connections. Another user may fill this queue."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
         try:

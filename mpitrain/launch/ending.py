@@ -65,6 +65,7 @@ class Ended:
             they have not.
         tracebacks: what the error files have of ranks that failed before init(), or never called it.
         left_early: the ranks that never called init(), and have left with code 0.
+        ends_others: what ends the other ranks when one has failed.
     """
 
     code: int
@@ -83,6 +84,7 @@ class Ended:
     left: tuple[int, float] | None = None
     tracebacks: Mapping[int, str] = field(default_factory=dict)
     left_early: tuple[int, ...] = ()
+    ends_others: str = "mpiexec"
 
     @property
     def first_end(self) -> FirstEnd | None:
@@ -113,9 +115,10 @@ def last_words(ended: Ended, host_of: Callable[[int], str], *, has_said: bool = 
     cause, rank = why(ended, host_of)
     if rank is None and cause == _unknown(ended):
         ranks = _ranks(ended.missing)
-        others = "" if len(ended.missing) == 1 else "; when one rank ends so, mpiexec ends the others"
+        others = "" if len(ended.missing) == 1 else f"; when one rank ends so, {ended.ends_others} ends the others"
         return f"{ranks} ended before the end of the program and did not say why (os._exit, or killed?){others}"
-    others = "" if rank is None or set(ended.missing) <= {rank} else "; mpiexec ended the others"
+    alone = ended.missing if ended.ends_others == "mpiexec" else ended.records.keys()
+    others = "" if rank is None or set(alone) <= {rank} else f"; {ended.ends_others} ended the others"
     return cause + others
 
 
@@ -142,17 +145,21 @@ def first_failure(ended: Ended) -> RankRecord | None:
 
 
 def is_consequence(ended: Ended) -> bool:
-    """True if what ranks have said of their failures is only that another one has gone."""
+    """True if the ranks report only failures that follow from the loss of another one."""
     return ended.failed is not None and is_of_neighbour(ended.failed.error)
 
 
 def words_of_failure(ended: Ended, host_of: Callable[[int], str]) -> list[str]:
-    """Return what is to be said of a failure that is known from error files: who failed first, when and how.
+    """Return the text on a failure that is known from error files: which rank failed first, when and how.
 
     The traceback is repeated if ranks failed in several ways: the first one is hard to find then.
     """
     failed = ended.failed
-    if failed is None or failed.rank not in ended.tracebacks or ended.is_interrupted or failed.error == INTERRUPTED:
+    if failed is None or ended.is_interrupted or failed.error == INTERRUPTED:
+        return []
+    if ended.ends_others != "mpiexec" and _LEFT.match(failed.error):  # others may have said something since
+        return [f"rank {failed.rank} on {host_of(failed.rank)} {failed.error}"]
+    if failed.rank not in ended.tracebacks:
         return []
     errors = {rank: ended.records[rank].error for rank in sorted(ended.tracebacks)}
     follows = is_of_neighbour(failed.error)
@@ -163,7 +170,8 @@ def words_of_failure(ended: Ended, host_of: Callable[[int], str]) -> list[str]:
         return [f"{_ranks(alike)} on {hosts} failed at {when}: {_error(ended)}"]
     others = _ranks([rank for rank in errors if rank not in alike])
     first = f"rank {failed.rank} on {host_of(failed.rank)} failed first, at {when}, and {others} after it:"
-    return [first, *(f"    {line}" for line in ended.tracebacks[failed.rank].splitlines())]
+    lines = ended.tracebacks[failed.rank].splitlines() or [failed.error]
+    return [first, *(f"    {line}" for line in lines)]
 
 
 # What to do about failures of scripts that were written for other launchers.
@@ -184,7 +192,7 @@ def _error(ended: Ended) -> str:
 
 
 def _hint(ended: Ended) -> str:
-    """Say what is known beyond the error: what to do, or which ranks had left before if a neighbour has gone."""
+    """Return what is known beyond the error: what to do, or which ranks had left before if a neighbour is gone."""
     error = ended.failed.error if ended.failed is not None else ""
     if advice := next((words for pattern, words in _ADVICE.items() if re.search(pattern, error)), ""):
         return f"; {advice}"

@@ -1,6 +1,6 @@
-"""The words of the policy (policy.py): what is known of a job, what happens to it, and what is done about it.
+"""The types of the policy (policy.py): the state of a job, the events that happen to it, and the actions that follow.
 
-Events have their time, by a clock that does not go back. Nothing here has a clock of its own, or does anything.
+Events have their time, by a clock that does not go back. Nothing here has a clock of its own, or acts.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class JobState:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that has happened, and when."""
+    """An event, with its time."""
 
     at: float
 
@@ -260,7 +260,7 @@ class Answered(Event):
 
 @dataclass(frozen=True)
 class Action:
-    """Something to be done."""
+    """An action to be taken."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class Say(Action):
 
 @dataclass(frozen=True)
 class Reply(Action):
-    """Answer who has asked."""
+    """Answer the request."""
 
     text: str
     is_accepted: bool = False

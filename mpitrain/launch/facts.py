@@ -1,7 +1,7 @@
 """The facts of a host before the job starts: its routes to the others, its folders, what its Python finds.
 
 Runs on every host, sent there as text (see agent.py). So it imports only modules that come with it, and must run with
-old Pythons. Actions that may block for ever, such as a look at a folder of a dead NFS server, run in a child with a
+old Pythons. Actions that may block forever, such as a look at a folder of a dead NFS server, run in a child with a
 deadline.
 """
 
@@ -73,14 +73,14 @@ def collect(wish: dict[str, Any], probe: str) -> dict[str, Any]:
     return facts
 
 
-def hold_ports(wanted: int) -> tuple[list[socket.socket], list[int]]:
-    """Return sockets that hold ports for the job's first rank, and the ports; then `wanted`, if that is taken here.
+def hold_ports(wanted: int, count: int = _NUM_PORTS) -> tuple[list[socket.socket], list[int]]:
+    """Return sockets that hold so many ports for ranks, and the ports; then `wanted`, if that is taken here.
 
     Until the sockets are closed, the system gives these ports to nobody who asks for any port. A rank can listen there
     all the same: both set SO_REUSEADDR, and nobody listens here (socket(7)). `wanted` is not held; 0: none is.
     """
     held, ports = [], []
-    for port in (*[0] * _NUM_PORTS, *([wanted] if wanted else [])):
+    for port in (*[0] * count, *([wanted] if wanted else [])):
         one = socket.socket()
         try:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Refuse a file that was found rather than named if somebody else may have written it.
+"""Refuse a file that was found rather than named if another user may have written it.
 
 The rule is ssh's for its own files, with user-private groups as in Debian (safe_path of OpenSSH;
 user-group-modes.patch of Debian): the file and every folder above it, up to the home directory or /, belong to this
@@ -26,7 +26,7 @@ _MOST_LINKS = 40  # like the kernel; a longer chain is a circle
 
 
 def refuse_foreign(path: Path, *, instead: str = "") -> None:
-    """Refuse the file at `path` if somebody else may write the file or a folder above it.
+    """Refuse the file at `path` if another user may write the file or a folder above it.
 
     Args:
         path: an existing file.

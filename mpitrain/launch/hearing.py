@@ -1,4 +1,4 @@
-"""The line between the launcher and a program that it has sent to a host: what this sends, and how it notices silence.
+"""The connection from a program on a host to its launcher: how the program sends, and how it notices silence.
 
 Sent to the hosts as text. So this module imports no other module of mpitrain, and must run with old Pythons.
 """
@@ -32,7 +32,7 @@ class Hearing:
     """
 
     def __init__(self, silence_seconds: float, last: Callable[[], object] = lambda: None) -> None:
-        """The launcher may be silent for that long; 0: for ever, but it may not hang up.
+        """The launcher may be silent for that long; 0: forever, but it must not disconnect.
 
         `last` is called, in the thread, before it ends the process.
         """
@@ -48,7 +48,7 @@ class Hearing:
         return 0 < self._silence_seconds < self._silent
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._is_over.set()
 
     def _count(self) -> None:

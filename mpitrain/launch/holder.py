@@ -9,25 +9,21 @@ ranks end with the agent.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import resource
-import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any
 
 from mpitrain.context import IMPORTS, LAUNCHER, OF_MPIEXEC, PREFIX, WARM, WARM_LINE, WARM_ROOM
 from mpitrain.launch.hearing import send
-from mpitrain.launch.processes import Marked, read
+from mpitrain.launch.processes import Marked, end_with_agent, read
 from mpitrain.reading import message_of
 
 _ROOM_BYTES = 512
 _TAIL_BYTES = 4096
 _MOST_BYTES = 1024
-_PR_SET_PDEATHSIG = 1
 _END_SECONDS = 5.0
 _LOOK_SECONDS = 2.0
 
@@ -132,7 +128,7 @@ class Holder:
                 stdout=output,
                 stderr=output,
                 pass_fds=[far_end.fileno(), listed],
-                preexec_fn=_ends_with_agent(self._limit),  # noqa: PLW1509 (no thread holds a lock that it takes)
+                preexec_fn=end_with_agent(self._limit),  # noqa: PLW1509 (no thread holds a lock that it takes)
             )
         except BaseException:
             line.close()
@@ -187,18 +183,3 @@ class Holder:
 
 def _say(text: str) -> None:
     send({"warm": {"said": f"{socket.gethostname()}: {text}"}})
-
-
-def _ends_with_agent(limit: tuple[int, int]) -> Callable[[], None]:
-    """Return what the interpreter runs before its program: it ends with the agent, and has a session of its own."""
-    agent = os.getpid()
-    prctl = ctypes.CDLL(None).prctl
-
-    def in_child() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != agent:
-            os._exit(1)
-        os.setsid()
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-
-    return in_child

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import random
+import resource
 import select
 import signal
 import socket
@@ -21,12 +22,14 @@ from typing import Any
 from mpitrain.context import RANK_VARIABLES
 from mpitrain.launch.facts import collect, hold_ports, look_at_paths
 from mpitrain.launch.hearing import send
+from mpitrain.launch.host_ranks import HostRanks
 from mpitrain.launch.load import Load
 from mpitrain.launch.memory_kills import MemoryKills, why_bus_error
 from mpitrain.launch.processes import Marked, command_line, read, remove
 from mpitrain.launch.shared_files import SharedFiles, remove_of_ranks
 from mpitrain.reading import whole
 from mpitrain.watching.census import Census
+from mpitrain.watching.flight_recorder import asked_calls, recorder_prefix, remove_written, written_calls
 from mpitrain.watching.rank_record import RankRecord
 from mpitrain.watching.view import RankView, look_at, process_state, state_of, to_json
 
@@ -35,20 +38,22 @@ _REACH_SECONDS = 1.5
 _TOLD_SECONDS = 1.0
 # So long an attempt is looked at more often: the launcher asks again while somebody watches the job.
 _WATCH_SECONDS = 3.0
+_NONE = resource.RLIM_INFINITY, resource.RLIM_INFINITY
 
 
 class HostAttempt:
-    """One attempt on this host. Call `look` when `fileno` is readable, and `go_on` some times a second."""
+    """One attempt on this host. Call `look` when one of `files` is readable, and `go_on` some times a second."""
 
-    def __init__(self, wish: dict[str, Any], census: Census, probe: str = "") -> None:
+    def __init__(self, wish: dict[str, Any], census: Census, probe: str = "", limit: tuple[int, int] = _NONE) -> None:
         """`wish` is the launcher's, and `probe` the text of facts.py of the package. Without a Python in the wish, it
-        asks for no facts.
+        asks for no facts. `limit` is that of the files that a rank may open.
         """
         self._wish, self._probe = wish, probe
         self._token = wish["token"]
         self._job = Marked(self._token)
         self._is_idle = wish.get("idle", False)
         self._census = census
+        self._ranks = HostRanks(census, self._send, limit)
         self._first_end: dict[str, Any] | None = None
         self._num_ended = 0
         self._shared_files = SharedFiles()
@@ -62,12 +67,15 @@ class HostAttempt:
         self._has_no_load = False  # it could not be read
         self._order: dict[str, Any] | None = None
         self._has_ended = False
+        self._recorder = recorder_prefix(wish["roll_call"])
         self._held, self._ports = hold_ports(wish.get("port", 0))
+        for_workers, self._worker_ports = hold_ports(0, wish.get("num_worker_ports", 0))
+        self._held += for_workers
         self._answer_facts()
 
-    def fileno(self) -> int:
-        """A descriptor for select: readable when there is something to do."""
-        return self._census.fileno()
+    def files(self) -> list[int]:
+        """Descriptors for select: readable when there is something to do."""
+        return [self._census.fileno(), *self._ranks.files()]
 
     def patience(self, now: float) -> float:
         """For how long nothing is to be done, unless something comes."""
@@ -105,10 +113,12 @@ class HostAttempt:
         """End its processes. Any thread may call."""
         self._job.end(0.0)
         remove(self._wish["roll_call"])
+        remove_written(self._recorder)
 
     def look(self, *, is_last: bool = False) -> None:
         """Take in which ranks have appeared or ended."""
         self._census.look()
+        self._ranks.look()
         for pid in self._census.alive():
             self._memory_kills.watch(pid)
         first = self._census.first_end()
@@ -131,7 +141,7 @@ class HostAttempt:
             self._send({"files": sorted(self._shared_files.of_job), "since": self._since})
 
     def _look_at_load(self, now: float) -> None:
-        """Say how busy this host is, while somebody watches."""
+        """Report how busy this host is, while the job is watched."""
         if not self._is_watched:
             if self._load is not None:
                 self._load.end()
@@ -149,9 +159,10 @@ class HostAttempt:
             self._send({"load": load})
 
     def obey(self, message: dict[str, Any]) -> bool:
-        """Do what the launcher says; return True if that was the end."""
+        """Carry out a message of the launcher; return True if that was the end."""
         if "begin" in message:
             self._is_idle = False
+        self._ranks.take(message)
         if "watch" in message:
             is_new = not self._is_watched
             self._watch_seconds = min(message["watch"], BEAT_SECONDS)
@@ -174,10 +185,11 @@ class HostAttempt:
         return "end" in message or "bye" in message
 
     def _answer_facts(self) -> None:
+        ports = {"ports": self._ports, "worker_ports": self._worker_ports}
         if "python" in self._wish:
-            self._answer(lambda: {"facts": {"ports": self._ports, **collect(self._wish, self._probe)}})
+            self._answer(lambda: {"facts": {**ports, **collect(self._wish, self._probe)}})
         else:
-            self._send({"facts": {"ports": self._ports}})
+            self._send({"facts": ports})
 
     def _answer(self, work: Callable[[], dict[str, Any]]) -> None:
         """Answer when that is done, which may take seconds. Another attempt may train meanwhile."""
@@ -197,7 +209,9 @@ class HostAttempt:
         views = {view.record.rank: view for view in self._census.views()}
         for rank, pid in self._ranks_by_variable().items():
             views.setdefault(rank, RankView(RankRecord(rank), pid))
-        return look_at(views.values(), is_whole=is_whole)
+        seen = look_at(views.values(), is_whole=is_whole)
+        recorded = asked_calls(self._recorder, views)
+        return [replace(view, recorded=recorded.get(view.record.rank, ())) for view in seen]
 
     def _ranks_by_variable(self) -> dict[int, int]:
         """Find the processes that the launcher started as ranks, even if they have not called init() yet."""
@@ -233,12 +247,16 @@ class HostAttempt:
             time.sleep(0.01)
             self._census.look()
         self.look(is_last=True)
+        self._ranks.close()
         self._beat()
+        # NCCL has written them at the end of its own timeout.
+        recorded = written_calls(self._recorder, [view.record.rank for view in self._census.views()])
         self._shared_files.remove()
         remove_of_ranks(self._token)
         is_lost = not Path(self._wish["roll_call"]).exists()
         remove(self._wish["roll_call"])
-        self._send({"ended": ended, "immortal": immortal, "lost": is_lost})
+        remove_written(self._recorder)
+        self._send({"ended": ended, "immortal": immortal, "lost": is_lost, "recorded": list(recorded.items())})
 
 
 def unreachable(peers: dict[str, str]) -> list[str]:
@@ -260,8 +278,8 @@ def unreachable(peers: dict[str, str]) -> list[str]:
     return sorted(waiting.values())
 
 
-def begun(wish: dict[str, Any], probe: str) -> HostAttempt | None:
-    """Begin an attempt. None: that cannot be, and the launcher has heard why."""
+def begun(wish: dict[str, Any], probe: str, limit: tuple[int, int]) -> HostAttempt | None:
+    """Begin an attempt, see HostAttempt. None: that cannot be, and the launcher has heard why."""
     try:
         census = Census(wish["roll_call"])
     except OSError as error:
@@ -272,7 +290,7 @@ def begun(wish: dict[str, Any], probe: str) -> HostAttempt | None:
             why = {"error": text, "condition": "SOCKETS"}
         send({"attempt": wish["token"], **why})
         return None
-    return HostAttempt(wish, census, probe)
+    return HostAttempt(wish, census, probe, limit)
 
 
 def sweep(wish: dict[str, Any]) -> None:
@@ -284,4 +302,5 @@ def sweep(wish: dict[str, Any]) -> None:
     shared_files.remove()
     remove_of_ranks(wish["token"])
     remove(wish["roll_call"])
+    remove_written(recorder_prefix(wish["roll_call"]))
     send({"attempt": wish["token"], "ended": ended, "immortal": immortal, "lost": False})

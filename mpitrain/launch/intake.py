@@ -19,7 +19,7 @@ from mpitrain.launch.events import Event, Listed
 from mpitrain.launch.log import say
 from mpitrain.launch.processes import STARTING, end_with_parent, left_out
 
-# ssh gives up by itself after 10 s without an answer. A frozen host accepts the connection and says no more.
+# ssh gives up by itself after 10 s without an answer. A frozen host accepts the connection, but sends nothing.
 _LOGIN_SECONDS = 20.0
 _LOGIN_LOOK_SECONDS = 0.2
 

@@ -220,7 +220,7 @@ class _Writer:
         return about, is_over
 
     def _note_gap(self, texts: dict[str, list[bytes]]) -> None:
-        """Say in output.log how much is missing."""
+        """Write to output.log how much is missing."""
         with self._lock:
             num_left_out, self._num_left_out = self._num_left_out, 0
         if num_left_out:

@@ -140,7 +140,7 @@ def find_all(placement: Placement, *, is_whole: bool = False) -> tuple[list[Runn
 
 
 def kept_jobs(by_host: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[KeptJob]:
-    """Sort what the keepers of each host tell (roster.kept) by jobs. A pure function.
+    """Sort the answers of each host's snapshot agents (roster.kept) by job. A pure function.
 
     A keeper that was cut off before the last attempt of a job began is left out: the others have gone on without it, so
     its copy of a step may have other bits than theirs.
@@ -197,7 +197,8 @@ def end_job(placement: Placement, token: str, *, keeps: bool = False) -> tuple[d
 
 
 def tell_launcher(placement: Placement, token: str, wish: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Tell a job's launcher a wish (control.py). Return its answer, {} if none came; and why hosts were not asked."""
+    """Send a request to a job's launcher (control.py). Return its answer, {} if none came; and why hosts were not
+    asked."""
     answers, wrong = _ask(placement, {"change": token, "how": wish}, _CHANGE_SECONDS)
     return next((told["answer"] for told in answers.values() if told["answer"]), {}), wrong
 

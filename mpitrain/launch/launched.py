@@ -93,7 +93,7 @@ def check_mpiexec(mpiexec: Mpiexec, library: Library, num_ranks: int, typed: Seq
         mpiexec: the mpiexec that would start the ranks.
         library: the library that the ranks' Python loads.
         num_ranks: number of ranks of the job.
-        typed: the subcommand, and the words that the user typed behind its launch options; for the remedy.
+        typed: the subcommand, and the words that the user typed after its launch options; for the remedy.
     """
     if can_launch(mpiexec.vendor, library.vendor):
         return

@@ -195,7 +195,7 @@ def can_launch(mpiexec: Vendor, library: Vendor) -> bool:
     """True if an mpiexec of one vendor makes one job of processes that load the other's library.
 
     MPICH and Intel MPI share Hydra and its PMI-1 protocol (tried in both directions: mpich 5.0.2 and impi-rt
-    2021.18.1 form one job). An unknown vendor gets the benefit of the doubt: `mpitrain.init()` compares sizes.
+    2021.18.1 form one job). An unknown vendor is accepted: `mpitrain.init()` compares sizes.
     """
     if "other" in (mpiexec, library):
         return True

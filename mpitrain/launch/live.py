@@ -2,8 +2,8 @@
 
 agents ─> reports ─> one answer for all whose look is due ─> watchers, each as fast as it reads
 
-A thread serves the socket. It waits for nobody, and sleeps while nobody watches. It asks the agents to look more often,
-again every second; agents that are not asked any more go back to one look a second.
+A thread serves the socket. It never waits for a watcher, and sleeps while there is none. It asks the agents to look
+more often, again every second; agents that are not asked any more go back to one look a second.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class Live:
         return min(_RENEW_SECONDS, next_due - now if next_due > now else 0.02)
 
     def _renew(self, now: float) -> None:
-        """Ask the agents to look as often as somebody wants."""
+        """Ask the agents to look as often as the watchers want."""
         is_new = any(watcher.asked is not None and watcher.asked > self._asked_at for watcher in self._watchers)
         present = self._try
         if present is not None and (is_new or now - self._asked_at >= _RENEW_SECONDS):

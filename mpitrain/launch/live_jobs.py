@@ -127,7 +127,7 @@ class LiveSource(Protocol):
         """Return the newest answer that has come, and wait for it for so long; None: none has come."""
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from mpitrain.watching.view import RankView
 
 VERSION = 1
 
-# A host with a longer silence may do anything.
+# The state of a host with a longer silence is unknown.
 _SILENT_SECONDS = 3.0
 # Shorter waits are part of any step.
 _STALL_SECONDS = 1.0
@@ -151,7 +151,7 @@ def waiting_shares(looks: Sequence[Mapping[str, Any]]) -> dict[int, float]:
 def slow_rank(looks: Sequence[Mapping[str, Any]]) -> str:
     """Return which rank makes the others wait in these looks, oldest first, in a sentence; "": none does.
 
-    Who computes longest in a step waits least.
+    The rank that computes longest in a step waits least.
     """
     waiting = waiting_shares(looks)
     if len(waiting) < 2:
@@ -167,7 +167,7 @@ def slow_rank(looks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _stall(views: Mapping[int, RankView], host_of: Mapping[int, str], silence: Mapping[str, float]) -> str | None:
-    """Say who waits for whom, if a rank has waited for long and nothing has moved."""
+    """Return which ranks wait for which, if a rank has waited for long without progress."""
     silent = {host: seconds for host, seconds in silence.items() if seconds > _SILENT_SECONDS}
     seen = [view for view in views.values() if view.host not in silent]
     if is_by_design(seen) or not any(_stands(view) for view in seen):

@@ -1,4 +1,4 @@
-"""One who watches a job: what it has asked for, and what it has not taken yet. Nothing here waits.
+"""A watcher of a job: its requests, and the answers that it has not read yet. Nothing here waits.
 
 A watcher that reads slowly misses looks. A look is never cut, and at most one waits for a watcher to take it.
 """
@@ -69,7 +69,7 @@ class LiveWatcher:
             self.hears, self.seconds = False, None
             self.is_closed = self.asked is None and not self._unsent
             return
-        if self._is_last:  # garbage behind an error
+        if self._is_last:  # garbage after an error
             return
         *lines, self._received = (self._received + data).split(b"\n")
         if len(self._received) > _MOST_BYTES or any(len(one) > _MOST_BYTES for one in lines):
@@ -88,7 +88,7 @@ class LiveWatcher:
         self.asked = self.due = now
 
     def refuse(self, sentence: str, now: float) -> None:
-        """Say why it gets nothing; then the connection ends."""
+        """Send the reason for a refusal; then the connection ends."""
         self.due = self.asked = None
         self.send(json.dumps({"error": sentence}).encode() + b"\n", now)
         self._is_last = True
@@ -124,7 +124,7 @@ class LiveWatcher:
             self.is_closed = True
 
     def judge(self, now: float) -> None:
-        """Give up if it does not say what it wants, or does not take what it asked for."""
+        """Give up if it sends no request, or does not read its answers."""
         late = now - self._since > _PATIENCE_SECONDS
         if late and self._unsent:
             self.is_closed = True
@@ -132,7 +132,7 @@ class LiveWatcher:
             self.refuse(f"no request has come within {_PATIENCE_SECONDS:g} s", now)
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self.line.close()
 
 

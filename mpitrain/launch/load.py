@@ -1,6 +1,6 @@
 """How busy a host is: its cores, memory, network and disks from /proc, and its GPUs by the driver's own library (NVML).
 
-A driver may take long to answer, or hang. So a thread asks it, and the others read the last answers.
+A driver may take long to answer, or hang. So a thread asks it, and the others read the latest answers.
 
 Sent to the agents as text. So this module imports no other module of mpitrain, and must run with old Pythons. The
 bindings of training/meters.py are not installed for the Python of an agent.
@@ -153,7 +153,7 @@ class Load:
         }
 
     def end(self) -> None:
-        """Ask the GPUs no more."""
+        """Stop asking the GPUs."""
         self._gpus.end()
 
     def _cores(self) -> dict[str, float]:

@@ -36,6 +36,7 @@ from mpitrain.launch.conditions import (
 from mpitrain.launch.dialects import JobSpec, command_for, ssh_agent
 from mpitrain.launch.holders import Holders
 from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.libraries import Mpiexec
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.rank import command_of
@@ -55,7 +56,7 @@ _FOR_PYTHON = ("PYTHON", "LD_", "MPI4PY_")
 
 
 def show(job: JobSpec, script: str, from_file: Mapping[str, str]) -> None:
-    """Print the mpiexec command, and on stderr what would keep the job from starting. Arguments as for run."""
+    """Print the command, and on stderr what would keep the job from starting. Arguments as for run."""
     with (
         Agents(job.placement.own) as agents,
         _attempt(agents, job.placement, script, identified(job.context, _FOLDER)) as attempt,
@@ -129,6 +130,8 @@ class JobOverHosts:
             OSError: ssh cannot be started here.
         """
         placement, mpiexec = self.job.placement, self.job.mpiexec
+        if mpiexec is None:
+            return
         _, ssh = ssh_agent(mpiexec, os.environ)  # another program may know no master connections
         if mpiexec.vendor == "mpich" and list(ssh) == ["ssh"]:  # not tried with the others
             others = [host for host in placement.addresses if host != placement.own and not step_on(host)]
@@ -156,6 +159,17 @@ class JobOverHosts:
             return False
         return self.attempt.have_paths(_paths(self._script))
 
+    def _ways_of(self, mpiexec: Mpiexec) -> dict[str, str]:
+        """Return the variables by which mpiexec finds its ssh."""
+        variable, ssh = ssh_agent(mpiexec, os.environ)
+        marks = JobContext(job=self.job.context.job, launcher=self.job.context.launcher)
+        in_steps = [host for host in self.job.placement.addresses if step_on(host)]
+        return {
+            variable: marking_ssh(self.job.placement.own, self._ssh, [*ssh, *self._masters], marks, in_steps),
+            # The ssh script above exists on this machine only, so all connections must start here.
+            **({"PRTE_MCA_plm_ssh_no_tree_spawn": "1"} if mpiexec.vendor == "openmpi" else {}),
+        }
+
     def ready(self) -> Run:
         """Return the job, ready to be started.
 
@@ -165,14 +179,7 @@ class JobOverHosts:
         job, facts = self.job, self._facts
         pinning = _pinning(job, facts)
         _say(_notes(facts, pinning))
-        variable, ssh = ssh_agent(job.mpiexec, os.environ)
-        marks = JobContext(job=job.context.job, launcher=job.context.launcher)
-        in_steps = [host for host in job.placement.addresses if step_on(host)]
-        added = {
-            variable: marking_ssh(job.placement.own, self._ssh, [*ssh, *self._masters], marks, in_steps),
-            # The ssh script above exists on this machine only, so all connections must start here.
-            **({"PRTE_MCA_plm_ssh_no_tree_spawn": "1"} if job.mpiexec.vendor == "openmpi" else {}),
-        }
+        added = {} if job.mpiexec is None else self._ways_of(job.mpiexec)
         path, recovers = Path(job.context.roll_call), bool(job.context.recover)
         watched = WatchedJob(
             job.placement.places,
@@ -226,6 +233,8 @@ def _attempt(
         host: {**wish, "peers": {peer: address for peer, address in addresses.items() if peer != host}}
         for host in addresses
     }
+    for place in placement.places if context.tf_config else ():
+        wishes[place.host]["num_worker_ports"] = place.num_ranks
     if not is_idle:  # the ranks of the present attempt may have it
         wishes[placement.hosts[0]]["port"] = torchrun.wanted_port(os.environ)
     if ssh is not None:
@@ -300,7 +309,8 @@ def _equal_facts(
 
 
 def _pinning(job: JobSpec, facts: Mapping[str, HostFacts]) -> Pinning:
-    return pin(facts, job.placement.hosts, job.mpiexec.vendor, os.environ)
+    vendor = None if job.mpiexec is None else job.mpiexec.vendor
+    return pin(facts, job.placement.hosts, vendor, os.environ)
 
 
 def _fitted(
@@ -317,25 +327,23 @@ def _fitted(
     common, by_host = _threads(placement, cores)
     gpus = {host: gpus_of_step(host, facts[host]) for host in placement.hosts}
     groups = torchrun.of_host(placement)
+    of_hosts = {
+        host: {**groups[host], **pinning.by_host.get(host, {}), **by_host.get(host, {}), **gpus[host]}
+        for host in placement.hosts
+    }
     settings = {
-        f"{place.first_rank}-{place.ranks[-1]}": variables
+        f"{place.first_rank}-{place.ranks[-1]}": of_hosts[place.host]
         for place in placement.places
-        if (
-            variables := {
-                **groups[place.host],
-                **pinning.by_host.get(place.host, {}),
-                **by_host.get(place.host, {}),
-                **gpus[place.host],
-            }
-        )
+        if of_hosts[place.host]
     }
     program = job.program
-    if job.context.roll_call or settings:
+    if job.mpiexec is not None and (job.context.roll_call or settings):
         told = json.dumps(settings)
         program = command_of(told, program) if holders is None else holders.command(told)
     return replace(
         job,
         program=program,
+        of_hosts=of_hosts,
         num_cores=min(cores.values()),
         variables={**job.variables, **torchrun.of_job(job, facts, os.environ), **pinning.common, **common, **added},
         has_rdma=any(facts[host]["rdma"] for host in placement.hosts),

@@ -144,11 +144,11 @@ class _BottomLine:
 
 
 class Printer:
-    """Prints the output of mpiexec's two pipes, each line with its ranks in front."""
+    """Prints the output of the ranks, each line with its ranks in front."""
 
     def __init__(
         self,
-        tag: Tag,
+        tag: Tag | None,
         num_ranks: int,
         shows_ranks: bool = True,
         shows_bar: bool = False,
@@ -157,7 +157,7 @@ class Printer:
     ) -> None:
         """
         Args:
-            tag: the form of mpiexec's tags.
+            tag: the form of mpiexec's tags; None: `take` gets what ranks write, and `feed` nothing.
             num_ranks: the number of ranks of the job.
             shows_ranks: print ranks in front of each line.
             shows_bar: stdout is a terminal, and the ranks know it.
@@ -170,7 +170,7 @@ class Printer:
         self._recovers = recovers
         streams: tuple[Stream, Stream] = ("stdout", "stderr")
         self._files: dict[Stream, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
-        self._decoders = {stream: TagDecoder(tag) for stream in streams}
+        self._decoders = {stream: TagDecoder(tag) for stream in streams if tag is not None}
         self._cutters = {stream: LineCutter() for stream in streams}
         self._mergers: dict[Stream, Merger[OutputPiece]] = {stream: Merger(num_ranks) for stream in streams}
         # A terminal shows both streams, so only one unfinished line at a time is possible.
@@ -185,7 +185,15 @@ class Printer:
     def feed(self, now: float, stream: Stream, data: bytes) -> None:
         """Take in what mpiexec wrote to one of its pipes."""
         for rank, text in self._decoders[stream].feed(data):
-            self._cut(now, stream, rank, text)
+            self.take(now, stream, rank, text)
+
+    def take(self, now: float, stream: Stream, rank: int, text: bytes) -> None:
+        """Take in what a rank, or mpiexec itself, has written."""
+        if rank == MPIEXEC:
+            self.mpiexec_said = (self.mpiexec_said + text)[-4096:]
+        for piece in self._cutters[stream].feed(now, rank, text):
+            if not (self._recovers and _NOISE_OF_LOSS.match(piece.text)):
+                self._merge(now, stream, rank, piece)
 
     def print_due(self, now: float) -> None:
         """Print what need not wait any longer."""
@@ -224,7 +232,7 @@ class Printer:
         """Print all the rest. Repeat the first failure unless it is the last text on the screen."""
         for stream, decoder in self._decoders.items():
             for rank, text in decoder.close():
-                self._cut(0.0, stream, rank, text)
+                self.take(0.0, stream, rank, text)
         for rank, interrupts in (self._interrupts or {}).items():
             for piece in interrupts.rest():
                 self._take(0.0, "stderr", rank, piece)
@@ -240,13 +248,6 @@ class Printer:
     def is_waiting(self) -> bool:
         """True while `print_due` must be called soon, even without new input."""
         return any(part.is_waiting for parts in (self._cutters, self._mergers) for part in parts.values())
-
-    def _cut(self, now: float, stream: Stream, rank: int, text: bytes) -> None:
-        if rank == MPIEXEC:
-            self.mpiexec_said = (self.mpiexec_said + text)[-4096:]
-        for piece in self._cutters[stream].feed(now, rank, text):
-            if not (self._recovers and _NOISE_OF_LOSS.match(piece.text)):
-                self._merge(now, stream, rank, piece)
 
     def _merge(self, now: float, stream: Stream, rank: int, piece: OutputPiece) -> None:
         self.has_reason |= stream == "stderr" and piece.text.startswith((b"Traceback (", b"mpitrain: rank "))

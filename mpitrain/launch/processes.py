@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import threading
@@ -170,6 +171,24 @@ def end_with_parent() -> Callable[[], None]:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:  # the parent died in between
             os._exit(1)
+
+    return in_child
+
+
+def end_with_agent(limit: tuple[int, int]) -> Callable[[], None]:
+    """Return what a child of the agent runs before exec: it gets SIGKILL with the agent, and a session of its own.
+
+    `limit` is that of open files, which the agent has raised for itself.
+    """
+    agent = os.getpid()
+    prctl = ctypes.CDLL(None).prctl
+
+    def in_child() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != agent:
+            os._exit(1)
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
     return in_child
 

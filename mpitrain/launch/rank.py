@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from mpitrain.context import RANK_VARIABLES, JobContext
+from mpitrain.context import RANK_VARIABLES, TF_WORKERS, JobContext, tf_config
 from mpitrain.error_file import ERROR_FILE
 from mpitrain.reading import json_of
 from mpitrain.watching.roll_call import appear
@@ -62,6 +62,8 @@ def add_settings(environ: MutableMapping[str, str], settings: str) -> None:
     if number is not None:
         told = json_of(settings, SystemExit, "mpitrain: what the launcher tells its ranks", any_text=True)
         environ.update({**place_of(environ), **settings_of(number, told)})
+        if TF_WORKERS in environ:
+            environ["TF_CONFIG"] = tf_config(environ[TF_WORKERS], number)
 
 
 def report_start(starter: int = 0) -> None:
@@ -85,13 +87,18 @@ def rank_in(environ: Mapping[str, str]) -> int | None:
     return next((int(environ[name]) for name in RANK_VARIABLES if name in environ), None)
 
 
+def hooked(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment, such that Python begins with the hook."""
+    path = environ.get("PYTHONPATH")
+    return {**environ, "PYTHONPATH": HOOK if not path else f"{HOOK}{os.pathsep}{path}"}
+
+
 def main(arguments: list[str]) -> None:
     """Become the program. Never returns."""
     settings, *program = arguments
     add_settings(os.environ, settings)
     report_start()
-    path = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = HOOK if not path else f"{HOOK}{os.pathsep}{path}"
+    os.environ.update(hooked(os.environ))
     os.execvp(program[0], program)
 
 

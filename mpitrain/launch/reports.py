@@ -61,6 +61,8 @@ class HostReport:
     ends: dict[int, FirstEnd] = field(default_factory=dict)  # of ranks that were the first to end, also of lost ones
     processes: list[tuple[int, str, str]] | None = None  # id, state, command line
     unreachable: list[str] = field(default_factory=list)  # hosts to which it cannot connect on high ports
+    recorded: dict[int, Any] = field(default_factory=dict)  # by rank: what flight_recorder.written_calls had at the end
+    unable: str = ""  # why the agent cannot start a rank there
     is_lost: bool = False  # somebody removed the roll call there
     left: list[tuple[int, str]] | None = None  # processes that had to be ended; None: no answer yet
     immortal: list[tuple[int, str]] = field(default_factory=list)
@@ -82,6 +84,7 @@ class HostReport:
                 self.ends = {**self.ends, self.first_end.rank: self.first_end}
         if "files" in message:
             self.files, self.since = [tuple(file) for file in message["files"]], message["since"]
+        self.unable = message.get("unable", self.unable)
         if "paths" in message:
             self.paths = message["paths"]
         if "processes" in message:
@@ -89,6 +92,7 @@ class HostReport:
             self.unreachable = message["unreachable"]
         if "ended" in message:
             self.is_lost = message["lost"]
+            self.recorded = dict(message.get("recorded", ()))
             self.immortal = [tuple(entry) for entry in message["immortal"]]
             self.left = [tuple(entry) for entry in message["ended"]]
 

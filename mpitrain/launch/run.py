@@ -1,9 +1,8 @@
-"""Runs one mpiexec command from start to end, such that no process is left and the exit code is true."""
+"""Runs the ranks of one attempt from start to end, such that no process is left and the exit code is true."""
 
 from __future__ import annotations
 
 import os
-import selectors
 import signal
 import subprocess
 import time
@@ -12,7 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
 
-from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
 from mpitrain.launch.dialects import JobSpec, command_for, ends_by_sigterm, names_signals
 from mpitrain.launch.ending import (
@@ -28,8 +26,8 @@ from mpitrain.launch.ending import (
 )
 from mpitrain.launch.job_logs import LOGS
 from mpitrain.launch.log import note
-from mpitrain.launch.output import Stream
 from mpitrain.launch.printer import Printer
+from mpitrain.launch.started_ranks import RawOutput, ranks_of
 from mpitrain.launch.watched import WatchedJob
 
 # After a signal the ranks have this long to end by themselves (for example, to close files) before they are killed.
@@ -41,13 +39,15 @@ _DRAIN_SECONDS = 10.0
 # The same, after the processes were killed.
 _DEAD_SECONDS = 10.0
 
-_READ_BYTES = 1 << 16
 _MOST_READS = 64
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Run:
-    """One mpiexec command: `to_end` runs it and prints its output. It can be started before, beside another one."""
+    """The ranks of an attempt: `to_end` runs them and prints their output. They can be started before, beside others.
+
+    Where the agents start the ranks, they stand for mpiexec in what is said here (started_ranks.py).
+    """
 
     def __init__(self, job: JobSpec, watched: WatchedJob) -> None:
         """Nothing is started yet.
@@ -56,14 +56,17 @@ class Run:
             job: what to start.
             watched: the job as seen by the agents of its hosts.
         """
-        self._command = command_for(job, os.environ)
+        command = command_for(job, os.environ)
+        self._ranks = ranks_of(job, command, watched.attempt)
+        self._has_mpiexec = job.mpiexec is not None
+        self._starter = "mpiexec" if self._has_mpiexec else "the ranks"
         self._names_signals = names_signals(job.mpiexec)
         self._ends_by_sigterm = ends_by_sigterm(job.mpiexec)
         self._watched, self._job, self._places = watched, job.context.job, job.placement.places
         self._is_here, self._own, self._host_of = job.placement.is_here, job.placement.own, job.placement.host_of
         self._trouble: list[str] = []  # why the launcher ended the job
         self._printer = Printer(
-            self._command.tag,
+            command.tag,
             job.placement.num_ranks,
             job.shows_ranks,
             shows_bar=job.context.columns > 0,
@@ -74,13 +77,12 @@ class Run:
         self._linger_until = float("inf")
         self._mpiexec_ended = 0.0  # when its end was seen; 0: not yet
         self._not_ours: set[int] = set()
-        self._mpiexec: subprocess.Popen[bytes] | None = None
-        self._pipes = selectors.DefaultSelector()
+        self._is_started = self._has_ended = False
         # The output of a job that was started beside another one waits for the end of that one.
-        self._held: list[tuple[Stream, bytes]] | None = None
+        self._held: list[RawOutput] | None = None
 
     def start(self) -> None:
-        """Start it, and hold back its output. `beside` then continues with it, until `to_end` or `give_up`.
+        """Start them, and hold back their output. `beside` then continues with it, until `to_end` or `give_up`.
 
         Raises:
             LaunchError: mpiexec cannot be started.
@@ -90,11 +92,10 @@ class Run:
 
     def beside(self) -> bool:
         """Take in what has come so far, without a wait. False: the job has ended, or must be ended; call `to_end`."""
-        assert self._mpiexec is not None
         for _ in range(_MOST_READS):
-            if not (self._pipes.get_map() and self._read(0.0)):
+            if not self._read(0.0):
                 break
-        return self._goes_on(self._mpiexec)
+        return self._goes_on()
 
     def give_up(self) -> None:
         """End the job that `start` has started. Nothing is printed."""
@@ -120,25 +121,28 @@ class Run:
         """
         with _handled(self._on_signal, self._is_here):
             try:
-                if self._mpiexec is None:
+                if not self._is_started:
                     self._start()
-                assert self._mpiexec is not None
                 self._watched.lead()
                 LOGS.begin(self._job, self._places)
                 self._release()
-                self._watch(self._mpiexec, meanwhile)
-                left = self._end(self._mpiexec)
-                returncode = self._mpiexec.wait(_DEAD_SECONDS)
+                self._watch(meanwhile)
+                left = self._end()
+                returncode = self._ranks.wait(_DEAD_SECONDS)
             except BaseException:  # such as BrokenPipeError: nobody reads the output any more (`| head`)
-                if self._mpiexec is not None:
+                if self._is_started:
                     processes.kill_all(self._alive)
                     self._watched.end(0.0)
                 raise
             finally:
                 self._close()
         ended = self._ended(returncode, left)
+        if ended.code and not self._is_forced:
+            for line in self._watched.recorded():
+                self._printer.say(line)
         has_reported = self._printer.first_failure.rank is not None and not ended.missing
-        has_said = self._printer.has_reason and not is_consequence(ended)
+        # Ranks that an agent ends may say why they end, which is no reason.
+        has_said = self._has_mpiexec and self._printer.has_reason and not is_consequence(ended)
         if not has_reported and (words := last_words(ended, self._host_of, has_said=has_said)):
             self._printer.say(words)
         elif ended.code and not (has_reported or self._is_forced or ended.failed):
@@ -152,56 +156,36 @@ class Run:
     def _start(self) -> None:
         processes.adopt_orphans()
         self._not_ours = processes.children()
-        arguments = self._command.arguments
-        try:
-            self._mpiexec = subprocess.Popen(
-                arguments,
-                env={**os.environ, **self._command.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
-                preexec_fn=processes.end_with_parent(),  # noqa: PLW1509 (no thread holds a lock that it takes)
-            )
-        except OSError as error:
-            raise LaunchError(f"{arguments[0]} cannot be run: {error.strerror}") from error
-        for stream, pipe in (("stdout", self._mpiexec.stdout), ("stderr", self._mpiexec.stderr)):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-            self._pipes.register(pipe, selectors.EVENT_READ, stream)
+        self._ranks.start()
+        self._is_started = True
         self._watched.begin()
 
     def _close(self) -> None:
-        self._pipes.close()
-        if self._mpiexec is not None:
-            # Not Popen's own `with`, which would wait for ever for a process that cannot be killed.
-            for pipe in (self._mpiexec.stdout, self._mpiexec.stderr):
-                assert pipe is not None
-                pipe.close()
-            self._mpiexec.poll()
+        self._ranks.close()
 
-    def _watch(self, mpiexec: subprocess.Popen[bytes], meanwhile: Callable[[], None]) -> None:
+    def _watch(self, meanwhile: Callable[[], None]) -> None:
         """Loop until everything has ended, or must be ended."""
         nap_seconds = 0.01  # a restart waits for this; a job whose processes linger is looked at less often
         while time.monotonic() < min(self._kill_at, self._linger_until):
-            if self._pipes.get_map():
+            if self._ranks.is_open:
                 self._read(timeout_seconds=0.05 if self._printer.is_waiting else 0.2)
-            elif mpiexec.returncode is None:  # it is about to end
+            elif not self._has_ended:  # it is about to end
                 with suppress(subprocess.TimeoutExpired):
-                    mpiexec.wait(0.2)
+                    self._ranks.wait(0.2)
             else:
                 time.sleep(nap_seconds)
                 nap_seconds = min(2 * nap_seconds, 0.05)
-            self._pass_signals_on(mpiexec)
-            if not self._goes_on(mpiexec):
+            self._pass_signals_on()
+            if not self._goes_on():
                 return
             meanwhile()
 
-    def _goes_on(self, mpiexec: subprocess.Popen[bytes]) -> bool:
+    def _goes_on(self) -> bool:
         """False: everything has ended, or must be ended."""
         if self._trouble:
             return False
-        if mpiexec.poll() is not None:
+        self._has_ended = self._ranks.poll() is not None
+        if self._has_ended:
             self._mpiexec_ended = self._mpiexec_ended or time.monotonic()
             self._linger_until = min(self._linger_until, time.monotonic() + LINGER_SECONDS)
             return bool(self._alive())
@@ -215,54 +199,57 @@ class Run:
     def _release(self) -> None:
         """Print what has been held back."""
         held, self._held = self._held, None
-        for stream, data in held or ():
-            self._printer.feed(time.monotonic(), stream, data)
+        for piece in held or ():
+            self._take(time.monotonic(), piece)
+
+    def _take(self, now: float, piece: RawOutput) -> None:
+        if piece.rank is None:
+            self._printer.feed(now, piece.stream, piece.data)
+        else:
+            self._printer.take(now, piece.stream, piece.rank, piece.data)
 
     def _read(self, timeout_seconds: float) -> bool:
         """Take in output that comes within that time; False: there was none."""
-        ready = self._pipes.select(timeout_seconds)
-        now = time.monotonic()  # before what is read: time that this process needs does not make a line overdue
-        for key, _ in ready:
-            data = os.read(key.fd, _READ_BYTES)
-            if not data:
-                self._pipes.unregister(key.fileobj)
-            elif self._held is not None:
-                self._held.append((key.data, data))
+        pieces = self._ranks.read(timeout_seconds)
+        now = time.monotonic()
+        for piece in pieces:
+            if self._held is not None:
+                self._held.append(piece)
             else:
-                self._printer.feed(now, key.data, data)
+                self._take(now, piece)
         self._printer.print_due(now)
-        return bool(ready)
+        return bool(pieces)
 
-    def _pass_signals_on(self, mpiexec: subprocess.Popen[bytes]) -> None:
+    def _pass_signals_on(self) -> None:
         if self._signals and self._kill_at == float("inf"):
             name = signal.Signals(self._signals[0]).name
             self._printer.say(f"{name}: ending the job; a second signal kills it at once")
             self._watched.interrupt()
             self._printer.shorten_interrupts()
-            # Some mpiexecs do not know SIGHUP.
-            mpiexec.send_signal(signal.SIGINT if self._signals[0] == signal.SIGINT else signal.SIGTERM)
+            self._ranks.send_signal(self._signals[0])
             self._kill_at = time.monotonic() + GRACE_SECONDS
         elif len(self._signals) > 1:
             self._kill_at = 0.0
 
-    def _end(self, mpiexec: subprocess.Popen[bytes]) -> list[str]:
+    def _end(self) -> list[str]:
         """Kill what is left, and print the rest of the output. Return the killed processes, one line each."""
         alive = sorted(self._alive())
         self._watched.look_without_agent(alive)
         left = [f"{pid} {processes.command_line(pid)}" for pid in alive]
         immortal = processes.kill_all(self._alive)
         beyond = [f"process {pid} could not be killed: {processes.command_line(pid)}" for pid in sorted(immortal)]
-        mpiexec.poll()
+        self._ranks.give_up()
         deadline = time.monotonic() + _DRAIN_SECONDS
-        while not immortal and self._pipes.get_map():  # an immortal process holds the pipe open
+        while not immortal and self._ranks.is_open:  # an immortal process holds the pipe open
             self._read(timeout_seconds=0.05)
             if time.monotonic() > deadline:
                 beyond.append("another process holds the job's output open; the end of the output may be missing")
                 break
         there, beyond_there = self._watched.end(0.0 if self._is_forced else LINGER_SECONDS)
+        self._read(0.0)  # agents send the rest at last
         left, beyond = left + there, beyond + beyond_there
         if left and not self._is_forced:
-            self._printer.say(f"mpiexec ended before {len(left)} processes of the job, which were killed:")
+            self._printer.say(f"{self._starter} ended before {len(left)} processes of the job, which were killed:")
             for line in left:
                 self._printer.say(f"    {line}")
         for line in beyond:
@@ -284,7 +271,9 @@ class Run:
     def _ended(self, returncode: int, left: list[str]) -> Ended:
         mpiexec_said = self._printer.mpiexec_said.decode(errors="replace")
         first_ends = self._watched.first_ends()
-        if self._ends_by_sigterm:
+        if not self._has_mpiexec:
+            first_ends = [end for end in first_ends if end.code != -signal.SIGTERM] or first_ends
+        elif self._ends_by_sigterm:
             first_ends = kills_first(first_ends, mpiexec_said)
         else:
             first_ends = without_ends_by_hydra(first_ends, self._watched.records(), mpiexec_said, returncode)
@@ -296,7 +285,8 @@ class Run:
             failed=self._watched.failed(),
             mpiexec_said=mpiexec_said,
             names_signals=self._names_signals,
-            mpiexec_signal=0 if self._is_forced else -min(0, returncode),
+            mpiexec_signal=0 if self._is_forced or not self._has_mpiexec else -min(0, returncode),
+            ends_others=self._ranks.ends_others,
             mpiexec_host=self._own,
             mpiexec_seconds=self._mpiexec_ended,
             missing=tuple(self._watched.missing()),

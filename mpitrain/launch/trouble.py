@@ -1,4 +1,4 @@
-"""Why a job must be ended because of its start or its hosts: pure functions of what the agents have said, and when.
+"""Why a job must be ended because of its start or its hosts: pure functions of the agents' messages and their times.
 
 **Its start** (`start_problem`): all ranks must arrive, or the others wait for a rank that never will. Of a program that
 never imports mpitrain only the start of its ranks is known. Such a job is ended only if a rank never started, or ended
@@ -90,7 +90,9 @@ def misplaced(places: Sequence[Place], reports: Mapping[str, HostReport]) -> str
     for host, report in reports.items():
         for rank in sorted(report.ranks):
             if host != (meant := next(place.host for place in places if rank in place.ranks)):
-                return f"rank {rank} has started on {host} and was meant for {meant}: mpiexec reads --hosts otherwise"
+                return (
+                    f"rank {rank} has started on {host} and was planned for {meant}: mpiexec reads --hosts differently"
+                )
     return None
 
 
@@ -176,7 +178,7 @@ def host_trouble(
     own: str,
     now: float,
 ) -> str | None:
-    """Return why the job must be ended; None: it need not. Note in the reports which hosts have vanished.
+    """Return why the job must be ended; None: it can continue. Note in the reports which hosts have vanished.
 
     Args:
         connections: to the agent of each host.
@@ -235,7 +237,7 @@ def lost_hosts(silent: Mapping[str, float], own: str, back: Mapping[str, float] 
 
 
 def account_of(lost: Sequence[str], silent: Mapping[str, float]) -> str:
-    """Say in a line what is known of hosts that are lost."""
+    """Describe in a line what is known of lost hosts."""
     seconds = max(silent[host] for host in lost)
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
     noun, pronoun = ("this host", "it") if len(lost) == 1 else ("these hosts", "each of them")

@@ -15,7 +15,7 @@ from mpitrain.launch.libraries import Vendor
 class Conditions:
     """What the settings depend on."""
 
-    vendor: Vendor
+    vendor: Vendor | None  # None: no MPI is needed
     num_hosts: int
     has_rdma: bool  # InfiniBand, RoCE and the like, on at least one host
     is_oversubscribed: bool  # more ranks than cores, on at least one host

@@ -64,7 +64,7 @@ def read_env_file(path: Path) -> dict[str, str]:
 
 
 def is_of_login(name: str) -> bool:
-    """True for a variable that says what this machine or this login is."""
+    """True for a variable that describes this machine or this login."""
     return _OF_LOGIN.fullmatch(name) is not None
 
 
@@ -87,7 +87,7 @@ def named_devices(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def has_device(variable: str, device: str, devices: Mapping[str, list[str]]) -> bool:
-    """True if a machine has what a variable names.
+    """True if a machine has the device that a variable names.
 
     Args:
         variable: the variable's name.
@@ -151,11 +151,11 @@ _BY_NAME = {
 }
 # Variables that take networks in CIDR form, so that the names may differ between hosts: those of Open MPI, and those of
 # the runtimes of version 4 and version 5.
-_BY_NETWORK: dict[Vendor, tuple[str, ...]] = {
+_BY_NETWORK: dict[Vendor | None, tuple[str, ...]] = {
     "openmpi": ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include", "PRTE_MCA_prte_if_include")
 }
 # mpiexec's own variables, the same for all hosts.
-_BY_MPIEXEC: dict[Vendor, str] = {"mpich": "HYDRA_IFACE", "impi": "I_MPI_HYDRA_IFACE"}
+_BY_MPIEXEC: dict[Vendor | None, str] = {"mpich": "HYDRA_IFACE", "impi": "I_MPI_HYDRA_IFACE"}
 # No network interface leads to RDMA hardware; UCX finds RDMA devices by itself.
 _NOT_WITH_RDMA = ("UCX_NET_DEVICES",)
 
@@ -176,14 +176,14 @@ class Pinning:
 
 
 def pin(
-    facts: Mapping[str, Mapping[str, Any]], hosts: Sequence[str], vendor: Vendor, environ: Mapping[str, str]
+    facts: Mapping[str, Mapping[str, Any]], hosts: Sequence[str], vendor: Vendor | None, environ: Mapping[str, str]
 ) -> Pinning:
     """Choose the variables that keep the job on the network between `hosts`.
 
     Args:
         facts: by host, as returned by facts.collect; the launching machine may be one more.
         hosts: those with ranks.
-        vendor: whose mpiexec it is.
+        vendor: whose mpiexec it is; None: there is none.
         environ: the user's environment.
     """
     # A single host has to reach only the launching machine.

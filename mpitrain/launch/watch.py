@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpitrain.launch.agents import END_SECONDS, Agents, silence
@@ -38,6 +38,7 @@ class AttemptOnHosts(Said):
         trouble: why the job must be ended, if it must.
         is_kept: silence is trouble.
         is_interrupted: a signal to the launcher ends the job.
+        heard_ranks: takes in what the agent of a host says of ranks that it has started itself (host_ranks.py).
         looking: hold it while you look at the ranks and read what was seen.
     """
 
@@ -54,6 +55,7 @@ class AttemptOnHosts(Said):
         self.trouble: str | None = None
         self.is_kept = self.is_interrupted = False
         self._agents, self._wishes, self._keepers = agents, wishes, keepers
+        self.heard_ranks: Callable[[str, Mapping[str, Any]], None] = lambda host, message: None
         self._orders: Orders | None = None
         self._order_number = 0  # of the newest order that was passed on
         self.looking = threading.Lock()
@@ -129,6 +131,16 @@ class AttemptOnHosts(Said):
         self.keep()
         self._send_all({"begin": 1})
 
+    def tell(self, host: str, message: Mapping[str, Any]) -> None:
+        """Send the agent of a host a message of this attempt. Any thread may call."""
+        self._send(self._connections[host], message)
+
+    def take(self, host: str, message: dict[str, Any], heard: float, now: float) -> None:
+        """See Watched."""
+        super().take(host, message, heard, now)
+        if "output" in message or "exits" in message:
+            self.heard_ranks(host, message)
+
     def narrow(self, hosts: Iterable[str]) -> bool:
         """Keep only these hosts. False: there is trouble with one of them."""
         away = self._connections.keys() - set(hosts)
@@ -189,7 +201,7 @@ class AttemptOnHosts(Said):
             time.sleep(0.05)
 
     def watch(self, seconds: float) -> None:
-        """Have the agents say every `seconds` what the ranks do, for some seconds from now. Any thread may call."""
+        """Have the agents report every `seconds` what the ranks do, for some seconds from now. Any thread may call."""
         self._send_all({"watch": seconds})
 
     def hosts_now(self) -> dict[str, tuple[HostReport, float]]:
@@ -275,7 +287,8 @@ class AttemptOnHosts(Said):
         self._keepers.beat(records, is_ending=is_ending, has_failed=has_failed)
 
     def judge(self, now: float, *, is_sure: bool) -> None:
-        """Look whether there is trouble. Without `is_sure`, silence says nothing. The thread of the agents calls."""
+        """Check whether there is trouble. Without `is_sure`, silence is not taken as trouble. The thread of the agents
+        calls."""
         if self._orders is not None:
             self._orders.look(self)
         if not (self.is_kept and is_sure) or self.trouble is not None:

@@ -28,6 +28,7 @@ from mpitrain.watching.hang_report import all_wait_in_one, as_stacks_show, has_e
 from mpitrain.watching.hang_report import report as report_of_waits
 from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import CALLED, ENDED, FAILED, STARTED, WAITS, RankRecord
+from mpitrain.watching.recorded_calls import report_of_calls
 from mpitrain.watching.roll_call import PREFIX
 from mpitrain.watching.view import RankView
 
@@ -147,9 +148,11 @@ class Stalls:
             self._attempt.look()
             reports = self._attempt.reports.items()
             unreachable = {host: report.unreachable for host, report in reports if report.processes is not None}
-        return views, report_of_waits(
+        lines = report_of_waits(
             views, absent, answered=answered, silent=silent, unreachable=unreachable, hang_seconds=hang_seconds
         )
+        recorded = {view.record.rank: view.recorded for view in views if view.recorded}
+        return views, [*lines, *report_of_calls(recorded)]
 
 
 class SlowRanks:
@@ -182,7 +185,12 @@ class SlowRanks:
 
 
 class WatchedJob:
-    """The job as run_job needs it."""
+    """The job as run_job needs it.
+
+    Attributes:
+        path: the roll call.
+        attempt: of its hosts.
+    """
 
     def __init__(
         self,
@@ -198,40 +206,40 @@ class WatchedJob:
         """`path` is the roll call; all ranks must register within `start_seconds`, 0: no limit.
 
         The job `recovers` if the loss of a rank does not end it. `holders` has its warm interpreters, if it is
-        started again. `orders` has what tellers tell it.
+        started again. `orders` has the commands of users.
         """
-        self.path = path
+        self.path, self.attempt = path, attempt
         self._holders, self._orders = holders, orders
         self._recovers = recovers
-        self._places, self._attempt, self._start_seconds = places, attempt, start_seconds
+        self._places, self._start_seconds = places, start_seconds
         self._stalls = Stalls(places, attempt)
         self._slow = SlowRanks()
         self._since = 0.0
-        self._said: set[int] = set()  # the lost ranks that were told of
+        self._said: set[int] = set()  # the lost ranks that were reported
 
     def begin(self) -> None:
         """Take note that mpiexec has been started."""
         self._since = time.monotonic()
-        self._attempt.start()
+        self.attempt.start()
 
     def lead(self) -> None:
         """Take note that the ranks of this job are those that train."""
         if self._orders is not None:
-            self._attempt.take_orders(self._orders)
+            self.attempt.take_orders(self._orders)
 
     def news(self) -> list[str]:
         """Return who waits for whom, if nothing has moved for long or a rank is slow, and news of interpreters.
 
         One line per entry.
         """
-        of_holders = [] if self._holders is None else self._holders.news(self._places, self._attempt.records())
+        of_holders = [] if self._holders is None else self._holders.news(self._places, self.attempt.records())
         slow = self._slow.news(self._stalls.views(), time.monotonic())
         return [*self._stalls.news(), *slow, *of_holders, *self._news_of_lost()]
 
     def _news_of_lost(self) -> list[str]:
         """Say how ranks ended without which the others continue."""
-        news, reports = [], self._attempt.reports
-        for rank in sorted(self._attempt.lost() - self._said):
+        news, reports = [], self.attempt.reports
+        for rank in sorted(self.attempt.lost() - self._said):
             self._said.add(rank)
             for host, report in reports.items():
                 if (end := report.ends.get(rank)) is not None:
@@ -240,20 +248,22 @@ class WatchedJob:
 
     def trouble(self) -> list[str]:
         """Return why the job must be ended now, one line per entry; empty while all is well."""
-        if self._attempt.trouble:
-            return self._attempt.trouble.splitlines()
-        if stray := misplaced(self._places, self._attempt.reports):
+        if self.attempt.trouble:
+            return self.attempt.trouble.splitlines()
+        if unable := [f"{host}: {report.unable}" for host, report in self.attempt.reports.items() if report.unable]:
+            return unable
+        if stray := misplaced(self._places, self.attempt.reports):
             return [stray]
-        for host, report in self._attempt.reports.items():
+        for host, report in self.attempt.reports.items():
             if lost := report.orphans():
                 orphans = f"rank{'s' * (len(lost) > 1)} {rank_ranges(lost)}"
                 why = report.kernel(None) or "it was killed, or has crashed"
                 return [f"the process of mpiexec on {host} that started {orphans} has gone: {why}"]
         if vanished := self._vanished():
             return [f"{vanished}, and mpiexec continues: the job is ended"]
-        when, gone = self._attempt.seen()
+        when, gone = self.attempt.seen()
         now = time.monotonic()
-        read_at = dict(self._attempt.read_at)
+        read_at = dict(self.attempt.read_at)
         reason = start_problem(
             self._places,
             when,
@@ -266,17 +276,17 @@ class WatchedJob:
         )
         if reason is None:
             return self._stalls.fatal()
-        self._attempt.look()
-        return [f"the job has not started: {reason}", *diagnosis(self._places, when, gone, self._attempt.reports)]
+        self.attempt.look()
+        return [f"the job has not started: {reason}", *diagnosis(self._places, when, gone, self.attempt.reports)]
 
     def _vanished(self) -> str:
         """Who ended unseen by mpiexec: the first one, because of whom the others ended, or all, where it is unknown."""
-        reports = self._attempt.reports
+        reports = self.attempt.reports
         lost = {rank: host for host, report in reports.items() for rank in report.vanished(recovers=self._recovers)}
-        failed = self._attempt.failed()
+        failed = self.attempt.failed()
         if failed is not None and failed.rank in lost:
             return f"rank {failed.rank} on {lost[failed.rank]} failed"
-        for end in self._attempt.first_ends():
+        for end in self.attempt.first_ends():
             if end.rank in lost:
                 return f"rank {end.rank} on {lost[end.rank]} {words_of_end(end)}"
         silent = "ended without a message (os._exit, or killed?)"
@@ -286,55 +296,60 @@ class WatchedJob:
 
     def missing(self) -> list[int]:
         """The ranks that began and did not come to their end."""
-        return self._attempt.phases.missing(self._attempt.lost())
+        return self.attempt.phases.missing(self.attempt.lost())
 
     def lost(self) -> list[str]:
         """Return the hosts that fell silent."""
-        return [host for host, report in self._attempt.reports.items() if report.has_vanished]
+        return [host for host, report in self.attempt.reports.items() if report.has_vanished]
 
     def first_ends(self) -> list[FirstEnd]:
         """Return the first end on each host, if known, in order of time."""
-        return self._attempt.first_ends()
+        return self.attempt.first_ends()
 
     def records(self) -> dict[int, RankRecord]:
         """Return the last record of each rank."""
-        return self._attempt.records()
+        return self.attempt.records()
 
     def failed(self) -> RankRecord | None:
         """Return the record of the rank that failed first; None: no rank has failed."""
-        return self._attempt.failed()
+        return self.attempt.failed()
 
     def tracebacks(self) -> dict[int, str]:
         """Return what the error files of ranks have, by rank."""
-        return self._attempt.tracebacks()
+        return self.attempt.tracebacks()
 
     def left_early(self) -> list[int]:
         """Return the ranks that never called init(), and have left with code 0."""
-        return self._attempt.left_early()
+        return self.attempt.left_early()
+
+    def recorded(self) -> list[str]:
+        """Return what the flight recorders of the ranks said at the end: who had not made which call. After `end`."""
+        reports = self.attempt.reports.values()
+        return report_of_calls({rank: calls for report in reports for rank, calls in report.recorded.items()})
 
     def left(self) -> tuple[int, float] | None:
         """Return the step after which all ranks have left for other hosts, and when; None: they have not."""
-        return self._attempt.left()
+        return self.attempt.left()
 
     def interrupt(self) -> None:
         """Take note that a signal to the launcher ends the job."""
-        self._attempt.interrupt()
+        self.attempt.interrupt()
 
     def look_without_agent(self, pids: Iterable[int]) -> None:
         """Read what the ranks among these processes of this host have done, if the agent here was killed."""
-        self._attempt.look_without_agent(pids)
+        self.attempt.look_without_agent(pids)
 
     @property
     def is_gone(self) -> bool:
         """True if somebody removed the roll call on a host."""
-        return any(report.is_lost for report in self._attempt.reports.values())
+        return any(report.is_lost for report in self.attempt.reports.values())
 
     def end(self, linger_seconds: float) -> tuple[list[str], list[str]]:
         """End the processes that remain on all hosts; return them, and those that could not be ended, a line each."""
-        self._attempt.end(linger_seconds)
+        self.attempt.end(linger_seconds)
         left: list[str] = []
         beyond: list[str] = []
-        for host, report in self._attempt.reports.items():
+        for host, report in self.attempt.reports.items():
             if report.left is None:
                 look = typed_on(host, "ps -fu $USER")
                 beyond.append(f"{host} has not confirmed that nothing of the job is left; `{look}`")

@@ -1,4 +1,4 @@
-"""Where a job starts again after a failure, and when a new start is useless: pure functions of what has happened.
+"""Where a job starts again after a failure, and when a new start is useless: pure functions of past events.
 
 A host that fell silent or does not answer is set aside, each time for longer. A host that answers stays, unless one of
 its ranks was the first to fail twice in a row. Then this host is set aside too, if that leaves `min_nodes`.
@@ -16,7 +16,7 @@ from mpitrain.launch.events import FailedAttempt, JobState
 # An agent that was cut off ends the job's part on its host within 30 s; no host returns before that.
 ASIDE_SECONDS = 60.0  # the first time; the time doubles each time after that
 MOST_ASIDE_SECONDS = 3600.0
-# The third failure in the same step is no accident.
+# The third failure in the same step is not a coincidence.
 _MOST_AT_A_STEP = 3
 _COUNTED = "Only mt.Trainer and mt.keep count steps; any other script would begin anew"
 
@@ -93,7 +93,7 @@ def _set_aside(bad: Sequence[tuple[float, str]], now: float) -> set[str]:
 
 
 def _diagnosis(same: Sequence[FailedAttempt], num_hosts: int) -> str:
-    """Say what the attempts that failed at the same step have in common."""
+    """Describe what the attempts that failed at the same step have in common."""
     step = same[-1].step
     parts = [f"{len(same)} attempts failed {f'at step {step}' if step else 'before their first step'}"]
     known = sorted({failure.host for failure in same if failure.host})

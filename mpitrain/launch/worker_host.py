@@ -1,4 +1,4 @@
-"""Workers of a server on one host: starts them, sends on what they print, and ends them with its connection.
+"""Workers of a server on one host: starts them, forwards their output, and ends them with its connection.
 
 Sent as text over one ssh connection, as the agent is (connections.py). So it imports only a module that comes with it,
 and must run with old Pythons. The launcher sends {"beat": 1} every second, and this one JSON object per line:
@@ -49,7 +49,7 @@ class LocalWorker:
         self._begun = {1: b"", 2: b""}
 
     def read(self, stream: int) -> bool:
-        """Send on the lines that have come. False: no more will come."""
+        """Forward the lines that have arrived. False: no more will come."""
         data = os.read(self.streams[stream].fileno(), 1 << 16)
         *lines, rest = (self._begun[stream] + data).split(b"\n")
         if not data and rest:

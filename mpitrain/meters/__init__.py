@@ -1,4 +1,4 @@
-"""What `mpitrain.Record` measures: `Record(writers, meters=[Loss(), Throughput()])`.
+"""The meters of `mpitrain.Record`: `Record(writers, meters=[Loss(), Throughput()])`.
 
 A subclass of `Meter` measures another number; its `read` returns `Reading` objects, which are combined over the ranks.
 """

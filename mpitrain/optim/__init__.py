@@ -1,7 +1,7 @@
-"""How parameters change: optimizers over flat buffers, schedules, loss scales, and the share of a rank.
+"""Optimizers over flat buffers, schedules, loss scales, and a rank's part of the optimizer.
 
 `SGD`, `Adam` and `AdamW` take a rate or a schedule (`constant`, `warmup_cosine`). `LossScale` is for mixed precision.
-PyTorch's own optimizers go with `mpitrain.TorchModule`.
+PyTorch's own optimizers are for `mpitrain.TorchModule`.
 """
 
 from mpitrain.optim.flat_optimizer import clip_by_global_norm

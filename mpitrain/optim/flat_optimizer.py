@@ -1,11 +1,11 @@
 """The common part of the optimizers: one flat buffer for all parameters, and one for each state.
 
-On the host a step is a dozen array operations, whatever the number of layers. Each has an `out=`, so a step allocates
-nothing. The operations go over the arrays block by block, all of them on one block before the next. So the block stays
-in the cache. Whole arrays would come from memory for each operation.
+On the CPU a step is a dozen array operations, whatever the number of layers. Each has an `out=`, so a step allocates
+nothing. The operations go through the arrays block by block: all of them run on one block before the next. So the block
+stays in the cache. Whole arrays would be read from memory for each operation.
 
 On a GPU a step is one kernel, with the same roundings in the same order, so it computes the same bits. The norm for
-clipping is added up in another order, which depends only on the number of parameters.
+clipping is summed in a different order, which depends only on the number of parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from mpitrain.optim.owned import cut
 from mpitrain.optim.schedules import Schedule
 
 _DTYPES = ("float32", "float64")
-# Four float32 arrays of one block take 1 MiB; measured best or equal for 200 thousand to 10 million parameters.
+# Four float32 arrays of one block take 1 MiB; measured as the best size, or equal, for 200 thousand to 10 million
+# parameters.
 _BLOCK_COUNT = 2**16
 
 
@@ -73,7 +74,7 @@ class FlatOptimizer:
         self._decayed = _merged(decayed, parameters.size)
         self._buffers = {name: xp.zeros(parameters.size, parameters.dtype) for name in self._state_names}
         self._step = 0
-        # An optimizer can be started again, for another World or strategy: nothing of a division may stay.
+        # An optimizer can be started again, for another World or strategy: no trace of a division may remain.
         self._kept, self._norm_of_all, self._given_rate = None, None, None
         self._take(slice(0, parameters.size))
 
@@ -87,7 +88,7 @@ class FlatOptimizer:
             return
         count = min(_BLOCK_COUNT, parameters.size)
         self._scratch = xp.empty(count, parameters.dtype)
-        # Each with its place in the state.
+        # Each buffer with its place in the state.
         self._blocks = [(block, block, _within(block, decayed)) for block in _cut_up(0, parameters.size)]
 
     def update(self, gradients: Array) -> float:
@@ -103,7 +104,7 @@ class FlatOptimizer:
         self._step += 1
         self._last_norm, self._norm_is_on_device = None, False
         is_on_device = is_device_array(parameters)
-        # A norm over several servers goes through the host.
+        # A norm over several servers is computed on the CPU.
         clips_here = self._clip_norm is not None and not (is_on_device and self._norm_of_all is None)
         if clips_here or (self._measures_norm and self._clip_norm is None):
             norm = math.hypot(*(global_norm(part) for part in self._parts_of(gradients)))
@@ -134,17 +135,17 @@ class FlatOptimizer:
         return rate
 
     def update_only(self, part: slice, norm_of_all: Callable[[float], float]) -> None:
-        """Let `update` change only this part of the parameters, and take gradients of this part alone.
+        """Make `update` change only this part of the parameters, and take gradients of this part only.
 
-        The buffers of `state` keep their size. `norm_of_all` gets the norm of the part's gradients, and returns that of
-        the gradients of all parts.
+        The buffers of `state` keep their size. `norm_of_all` gets the norm of the part's gradients, and returns the
+        norm of the gradients of all parts.
         """
         self._started()
         self._norm_of_all = norm_of_all
         self._take(part)
 
     def keep_only(self, ranges: Sequence[slice], norm_of_all: Callable[[float], float]) -> None:
-        """Keep the state of these ranges of the parameters alone, on the host, from now on.
+        """From now on, keep the state of only these ranges of the parameters, on the CPU.
 
         `update` still takes gradients of all parameters, and uses and changes only these ranges. The buffers of `state`
         and `restore` have these ranges, one after the other. `norm_of_all` is as for `update_only`.
@@ -161,15 +162,15 @@ class FlatOptimizer:
             before += one.stop - one.start
 
     def plan_update(self) -> dict[str, Any]:
-        """Return what the optimizers of all parts must know of the next update: numbers by name."""
+        """Return what the optimizers of all parts must know about the next update: numbers by name."""
         return {"step": self._step, "rate": self._next_rate(), "measures_norm": self._measures_norm}
 
     def follow_plan(self, plan: Mapping[str, Any]) -> None:
-        """Let the next `update` be the one of a `plan_update`, of this optimizer or of another part's."""
+        """Make the next `update` follow the result of `plan_update`, of this optimizer or of another part's."""
         self._step, self._given_rate, self._measures_norm = plan["step"], plan["rate"], plan["measures_norm"]
 
     def scale_next_rate(self, factor: float) -> None:
-        """Let the next `update` multiply its learning rate by this number, a finite one of at least 0."""
+        """Make the next `update` multiply its learning rate by this finite number of at least 0."""
         check("factor of the learning rate", factor, "a finite number >= 0", factor >= 0)
         self._rate_factor = float(factor)
 
@@ -180,7 +181,7 @@ class FlatOptimizer:
         return math.sqrt(float(self._squared[0])) if self._norm_is_on_device else self._last_norm
 
     def _fused(self, gradients: Array) -> kernels.Fused:
-        """The rest of the kernel: weight decay in some ranges, and clipping by a factor that the host never sees."""
+        """The rest of the kernel: weight decay in some ranges, and clipping by a factor that stays on the GPU."""
         if self._clip_norm is None or self._norm_of_all is not None:
             return kernels.Fused(decayed=self._bounds)
         self._norm_is_on_device = True
@@ -189,7 +190,7 @@ class FlatOptimizer:
         return kernels.Fused(decayed=self._bounds, factor=self._factor)
 
     def _apply(self, block: Block, rate: float) -> None:
-        """Make one step on one block, on the host."""
+        """Make one step on one block, on the CPU."""
         raise NotImplementedError
 
     def _apply_on_device(
@@ -210,8 +211,8 @@ class FlatOptimizer:
             wrong = {"lacks": sorted(expected - state.keys()), "has besides": sorted(state.keys() - expected)}
             said = " and ".join(f"{verb} {', '.join(map(str, names))}" for verb, names in wrong.items() if names)
             raise CheckpointError(
-                f"state for {kind}: the saved one {said}, so another optimizer has saved it. Resume with that one, or "
-                "begin the training anew"
+                f"state for {kind}: the saved one {said}, so another optimizer saved it. Resume with that "
+                "optimizer, or start the training again"
             )
         step = state["step"]
         if not isinstance(step, int) or step < 0:
@@ -238,7 +239,7 @@ class FlatOptimizer:
 def clip_by_global_norm(gradients: Array, max_norm: float) -> float:
     """Scale `gradients` in place so that their 2-norm is at most `max_norm`. Return the norm before scaling.
 
-    gradients: flat, float32 or float64, on the host or a device. They do not change if the norm is at most `max_norm`,
+    gradients: flat, float32 or float64, on the CPU or a GPU. They do not change if the norm is at most `max_norm`,
     infinite or NaN.
     Raises ConfigError if `max_norm` is not a finite number > 0.
     Source: Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural networks (2013),
@@ -263,15 +264,15 @@ def global_norm(flat: Array) -> float:
         kernels.squared_norm(flat, out)
         square = float(out[0])
     else:
-        # Not numpy.dot: BLAS adds in an order that depends on the CPU model and its threads, so ranks on unequal
-        # machines would get different norms and, from then on, different parameters.
+        # Not numpy.dot: BLAS adds in an order that depends on the CPU model and the number of threads, so ranks on
+        # different machines would get different norms and, from then on, different parameters.
         square = float(xp.einsum("i,i->", flat, flat, dtype=xp.float64))
     if square < math.inf:
         return math.sqrt(square)
     largest = max(float(flat.max()), -float(flat.min()))
     if not largest < math.inf:
         return largest
-    # Only float64 values above 1e150 come here, so a temporary array does not matter.
+    # Only float64 values above 1e150 reach this line, so a temporary array does not matter.
     scaled = flat / largest
     return largest * math.sqrt(float(xp.einsum("i,i->", scaled, scaled)))
 
@@ -283,13 +284,13 @@ def check(name: str, value: float, allowed: str, holds: bool) -> None:
 
 
 def _cut_up(begin: int, end: int) -> Iterator[slice]:
-    """A range in blocks."""
+    """Cut a range into blocks."""
     for first in range(begin, end, _BLOCK_COUNT):
         yield slice(first, min(first + _BLOCK_COUNT, end))
 
 
 def _merged(ranges: Sequence[slice], size: int) -> list[slice]:
-    """The ranges in order, adjacent ones as one (fewer and longer operations) and empty ones left out."""
+    """The ranges in order, with adjacent ones merged (fewer and longer operations) and empty ones left out."""
     merged: list[slice] = []
     for part in sorted(ranges, key=lambda part: (part.start, part.stop)):
         if part.step not in (None, 1) or not 0 <= part.start <= part.stop <= size:
@@ -306,7 +307,7 @@ def _merged(ranges: Sequence[slice], size: int) -> list[slice]:
 
 
 def _within(block: slice, ranges: Sequence[slice]) -> list[slice]:
-    """The parts of `ranges` that lie in `block`, counted from its begin."""
+    """The parts of `ranges` that lie in `block`, counted from its beginning."""
     begin, end = block.start, block.stop
     return [
         slice(max(part.start, begin) - begin, min(part.stop, end) - begin)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpitrain.errors import CheckpointError, ConfigError
 
-# One float32 factor divides gradients by the scale and by a rank's share of the samples. It has room for both.
+# One float32 factor combines the scale and a rank's share of the samples. Its range is large enough for both.
 _LARGEST = 2.0**32
 
 
@@ -18,7 +18,7 @@ class LossScale:
     fp16 has no numbers between 0 and 6e-8, but many gradients are that small. Multiplied by the scale at the beginning
     of the backward pass, these gradients fit into fp16. Divided by the scale in float32, they have their values again,
     exactly, because the scale is a power of two. If a gradient becomes too large for fp16, all ranks skip the step:
-    parameters and optimizer do not change. At a scale of 1 no step is skipped. There NaN or infinity has another cause,
+    parameters and optimizer do not change. At a scale of 1 no step is skipped: there NaN or infinity has another cause,
     and is an error.
 
     Every rank makes the same calls, so the scale is the same on all ranks. Source: Micikevicius et al., Mixed Precision
@@ -83,7 +83,7 @@ class LossScale:
         """Continue where `state` was taken. Raise CheckpointError, with nothing changed, if it is not a state."""
         self.check(state)
         self._value = float(state["value"])
-        # An interval that is shorter now may have passed already.
+        # If the interval is shorter now, it may already have passed.
         self._good_steps = min(state["good_steps"], self._growth_interval - 1)
         self._skipped_steps = state["skipped_steps"]
 

@@ -1,4 +1,4 @@
-"""SGD, Adam and AdamW over one flat buffer, on NumPy and CuPy alike."""
+"""SGD, Adam and AdamW over one flat buffer, with NumPy or CuPy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mpitrain.optim.schedules import Schedule
 
 
 class Optimizer(Protocol):
-    """The methods that the Trainer needs of an optimizer. None communicates; every rank makes the same calls."""
+    """The methods of an optimizer that the Trainer uses. None communicates; every rank makes the same calls."""
 
     def start(self, parameters: Array, decayed: Sequence[slice]) -> None:
-        """Keep `parameters` to update them in place, and allocate the state as before step 0.
+        """Keep `parameters` to update them in place, and allocate the initial state.
 
-        parameters: one-dimensional, contiguous, float32 or float64, on host or device.
+        parameters: one-dimensional, contiguous, float32 or float64, on the CPU or a GPU.
         decayed: the ranges of `parameters` to which weight decay applies. They must not overlap.
         Raises ConfigError if either argument is different.
         """
@@ -29,12 +29,12 @@ class Optimizer(Protocol):
     def update(self, gradients: Array) -> float:
         """Make one step: overwrite the parameters and return the learning rate that was used.
 
-        gradients: have the shape, dtype and place of the parameters. They are overwritten with undefined values.
+        gradients: have the shape, dtype and device of the parameters. They are overwritten with undefined values.
         Raises ConfigError if the gradients do not fit, or the schedule returns a rate that is not allowed.
         """
 
     def measure_gradient_norm(self) -> None:
-        """Let the next `update` measure the norm of its gradients, even if it does not clip them."""
+        """Make the next `update` measure the norm of its gradients, even if it does not clip them."""
 
     def gradient_norm(self) -> float | None:
         """The 2-norm of the gradients of the last `update`, before clipping. None if it was not measured."""
@@ -43,15 +43,15 @@ class Optimizer(Protocol):
         """Return the flat buffers by name (not copies), and "step", the number of steps made."""
 
     def restore(self, state: Mapping[str, Array | int]) -> None:
-        """Copy `state` (host or device arrays, as returned by `state()`) into the buffers.
+        """Copy `state` (CPU or GPU arrays, as returned by `state()`) into the buffers.
 
-        Raises CheckpointError, before anything is overwritten. The error names what is missing, is left over, or has
-        the wrong size or dtype.
+        Raises CheckpointError, before anything is overwritten. The error names the entry that is missing, unexpected,
+        or of the wrong size or dtype.
         """
 
 
 def described(optimizer: object) -> str:
-    """Return the class of an optimizer and its plain settings, for a comparison of those of several processes."""
+    """Return an optimizer's class and plain settings, for a comparison between processes."""
     values = getattr(optimizer, "__dict__", {}).items()
     plain = {
         name: value.item() if isinstance(value, numpy.generic) else value
@@ -71,11 +71,10 @@ class SGD(FlatOptimizer):
         parameter = parameter - rate * velocity                     ordinary
         parameter = parameter - rate * (g + momentum * velocity)    nesterov
 
-    learning_rate: a number, or a function from the step (from 0) to one. clip_norm: the largest global norm of the
-    gradients, taken before the decay is added. State: "velocity", if momentum is not 0.
-    Raises ConfigError for a value that is not allowed.
-    Source: Sutskever et al., On the importance of initialization and momentum (2013), with the rate outside
-    the velocity, as PyTorch has it, so that a schedule acts at once.
+    learning_rate: a number, or a function of the step (from 0) that returns one. clip_norm: the largest global norm of
+    the gradients, taken before the decay is added. State: "velocity", if momentum is not 0. Raises ConfigError for a
+    value that is not allowed. Source: Sutskever et al., On the importance of initialization and momentum (2013), with
+    the rate outside the velocity, as in PyTorch, so that a schedule takes effect at once.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class SGD(FlatOptimizer):
         check("momentum", momentum, "0 <= momentum < 1", 0 <= momentum < 1)
         check("weight_decay", weight_decay, "a finite number >= 0", weight_decay >= 0)
         if nesterov and momentum == 0:
-            raise ConfigError("nesterov is True and momentum 0; allowed: nesterov with a momentum above 0")
+            raise ConfigError("nesterov is True and momentum is 0; allowed: nesterov with a momentum above 0")
         super().__init__(learning_rate, ["velocity"] if momentum else [], clip_norm)
         self._momentum, self._nesterov, self._weight_decay = float(momentum), nesterov, float(weight_decay)
 
@@ -135,7 +134,7 @@ class Adam(FlatOptimizer):
         second    = beta2 * second + (1 - beta2) * g * g
         parameter = parameter - rate * (first / (1 - beta1^t)) / (sqrt(second / (1 - beta2^t)) + epsilon)
 
-    with t = 1 at the first step. learning_rate: a number, or a function from the step (from 0) to one.
+    with t = 1 at the first step. learning_rate: a number, or a function of the step (from 0) that returns one.
     clip_norm: the largest global norm of the gradients. State: "first" and "second".
     Raises ConfigError for a value that is not allowed.
     Source: Kingma and Ba, Adam: A Method for Stochastic Optimization (2015), algorithm 1.
@@ -166,7 +165,7 @@ class Adam(FlatOptimizer):
         numpy.multiply(gradients, gradients, out=scratch)
         numpy.multiply(scratch, 1 - self._beta2, out=scratch)
         numpy.add(second, scratch, out=second)
-        # Both bias corrections are numbers, so they cost no pass over the arrays of their own.
+        # Both bias corrections are numbers, so they need no separate pass over the arrays.
         numpy.sqrt(second, out=scratch)
         numpy.multiply(scratch, 1 / math.sqrt(1 - self._beta2**self._step), out=scratch)
         numpy.add(scratch, self._epsilon, out=scratch)
@@ -195,8 +194,8 @@ class AdamW(Adam):
 
     Before Adam's own step the parameters in the decayed ranges are multiplied by 1 - rate * weight_decay.
     Arguments, state and Raises as for `Adam`.
-    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2, with the rate in
-    front of the decay, as PyTorch has it.
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2, with the decay multiplied
+    by the rate, as in PyTorch.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The part of each flat buffer that one rank owns where the ranks divide the optimizer: a range in every bucket.
+"""The part of each flat buffer that one rank owns if the ranks divide the optimizer: a range in every bucket.
 
     flat buffer   |   bucket 2   |   bucket 1   |  bucket 0  |
     rank          | 0  | 1  | 2  | 0  | 1  | 2  | 0 | 1 | 2  |
@@ -59,7 +59,8 @@ def size_of(ranges: Sequence[slice]) -> int:
 
 
 def within(ranges: Sequence[slice], place: slice) -> Iterator[tuple[slice, slice]]:
-    """Yield what a part has of a range `place` of the flat buffer: the range in `place`, and that in the part."""
+    """Yield the overlaps of a part with a range `place` of the flat buffer: each as a range in `place`, and one in the
+    part."""
     begin = 0
     for one in ranges:
         first, last = max(one.start, place.start), min(one.stop, place.stop)

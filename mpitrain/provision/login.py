@@ -88,4 +88,4 @@ def _ask_ansible(project: Project, name: str, *arguments: str) -> Any:
         raise ClusterError(f"no answer within {_ANSIBLE_SECONDS:.0f} s: {project.shown(command)}") from None
     if done.returncode != 0:
         raise ClusterError(f"{project.shown(command)} failed with code {done.returncode}:\n{done.stderr.strip()}")
-    return parsed(lambda: json.loads(done.stdout), ClusterError, project.shown(command), "has answered no JSON")
+    return parsed(lambda: json.loads(done.stdout), ClusterError, project.shown(command), "has not answered with JSON")

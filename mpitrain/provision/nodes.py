@@ -1,6 +1,6 @@
 """Set up the cluster, add and remove nodes, and tear the cluster down: the order of edits and playbook runs.
 
-More Python packages for all nodes are the variable `mpitrain_python_packages`, and how it grows.
+The variable `mpitrain_python_packages` names additional Python packages for all nodes; it is extended here.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def add(
 
 
 def remove(project: Project, name: str, options: Sequence[str], *, check: bool, offline: bool, assume_yes: bool) -> int:
-    """Undo the set-up on a worker (unless it is `offline`), and make the others forget it. Return the exit code."""
+    """Undo the set-up on a worker (unless it is `offline`), and remove it from the configuration of the others. Return
+    the exit code."""
     inventory = project.read()
     if name not in {host.name for host in inventory.workers}:
         remove_worker(project.inventory, name)  # raises the error that says why
@@ -158,7 +159,7 @@ _LINE = re.compile(rf"^{VARIABLE}:(.*)$", re.M)
 
 
 def check_requirements(packages: Sequence[str]) -> None:
-    """Refuse what is not the name of a package for pip.
+    """Refuse words that are not the name of a package for pip.
 
     Raises:
         ConfigError: names the first such word.
@@ -173,7 +174,7 @@ def check_requirements(packages: Sequence[str]) -> None:
 
 
 def wanted_packages(project: Project, packages: Sequence[str]) -> list[str]:
-    """Return what the nodes shall have: the packages of the variable, and new ones in place of those with their names.
+    """Return the packages for the nodes: those of the variable, where new ones replace those of the same name.
 
     Raises:
         ConfigError: the variable's value is not on one line.

@@ -1,6 +1,6 @@
 """One run of `ansible-playbook`: start it, watch it, sum it up. Its output goes to the terminal unchanged.
 
-What happens comes in the lines that callback_plugins/mpitrain_report.py writes.
+The events come in the lines that callback_plugins/mpitrain_report.py writes.
 """
 
 from __future__ import annotations
@@ -168,13 +168,13 @@ class Report:
 
 
 def minutes(seconds: float) -> str:
-    """Format a time for people: 95 s is "1:35"."""
+    """Format a time for display: 95 s is "1:35"."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
-# Ansible's own deadlines end most logins and commands that hang, but not a module that waits for ever.
+# Ansible's own deadlines end most logins and commands that hang, but not a module that waits forever.
 NOTICE_SECONDS = 60.0
 STALL_SECONDS = 30 * 60.0
 _END_SECONDS = 15.0

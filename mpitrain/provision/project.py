@@ -29,8 +29,8 @@ class Project:
     """A folder with an inventory, and the playbooks that run on it.
 
     `playbooks` is their folder, as an `ansible-playbook` line in `folder` names it. `inventory_options` are the options
-    with which that line finds the inventory: none if ansible.cfg or ANSIBLE_INVENTORY names it. `environment` is what
-    that line needs besides.
+    with which that line finds the inventory: none if ansible.cfg or ANSIBLE_INVENTORY names it. `environment` has the
+    variables that this line needs in addition.
     """
 
     folder: Path

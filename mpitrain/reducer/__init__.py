@@ -1,1 +1,1 @@
-"""From gradients to their sample-weighted mean over ranks."""
+"""Computes the sample-weighted means of gradients over ranks."""

@@ -18,10 +18,10 @@ _NAME = "alone"
 
 
 class AloneExchange:
-    """See Exchange. With it, a GradientReducer checks and votes as ever, and its "means" are this rank's gradients.
+    """See Exchange. With it, a GradientReducer checks and votes as usual, and its "means" are this rank's gradients.
 
     Attributes:
-        loss_scale: the factor by which the gradients of the present step are multiplied. Set it before each step.
+        loss_scale: the factor by which the gradients of the current step are multiplied. Set it before each step.
     """
 
     may_overflow = False

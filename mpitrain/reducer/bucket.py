@@ -66,7 +66,7 @@ class Layout:
     counts: dict[numpy.dtype, int]
 
     def tensors(self, dtype: numpy.dtype) -> list[tuple[str, tuple[int, ...]]]:
-        """Return name and shape of what lies in the flat buffer of a dtype, in order."""
+        """Return name and shape of the parameters in the flat buffer of a dtype, in order."""
         return [(parameter.name, parameter.shape) for parameter in self.parameters if parameter.dtype == dtype]
 
     def views(self, flats: dict[numpy.dtype, Array]) -> list[Array]:

@@ -1,4 +1,4 @@
-"""A reducer's buckets, in host memory or on a GPU: takes gradients in, and checks whether they are finite.
+"""A reducer's buckets, in CPU memory or on a GPU: stores gradients, and checks whether they are finite.
 
 On a GPU: when each bucket is complete, a stream for their work, and one check for NaN and infinity.
 
@@ -6,8 +6,8 @@ On a GPU: when each bucket is complete, a stream for their work, and one check f
                                                   |                       |
     the buckets' stream                           +- check, scale, sum    +- check, scale, sum ...
 
-Nothing here waits for the GPU. After the last bucket's check, the results of the checks are copied to the host. They
-are read when the copy has arrived, while the sums continue.
+Nothing here waits for the GPU. After the last bucket's check, the results of the checks are copied to the CPU. They are
+read when the copy has arrived, while the sums continue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpitrain.world.world import World
 
 
 class HostBuckets:
-    """Takes gradients in, and checks whether they are finite. Only one thread at a time may call it.
+    """Stores gradients, and checks whether they are finite. Only one thread at a time may call it.
 
     Attributes:
         gradients: views of the flat buffers, by parameter.
@@ -48,14 +48,14 @@ class HostBuckets:
         self._non_finite = -1
 
     def take_in(self, index: int, gradient: Array) -> None:
-        """Copy a gradient, of its parameter's shape and dtype, from anywhere to its place."""
+        """Copy a gradient, of its parameter's shape and dtype, from any memory to its place."""
         copy_to_host(gradient, self.gradients[index])
 
     def came(self) -> None:
-        """Note that a gradient is in."""
+        """Note that a gradient has arrived."""
 
     def complete(self, number: int) -> None:
-        """Note that the whole content of a bucket is in."""
+        """Note that a bucket is complete."""
 
     def after(self, number: int) -> AbstractContextManager[None]:
         """A block whose work begins when a bucket is complete."""
@@ -82,7 +82,7 @@ class HostBuckets:
         return True
 
     def non_finite(self) -> int:
-        """Return what is not finite, for `parameter_of`; -1 for nothing."""
+        """Return a finding for `parameter_of`; -1: everything is finite."""
         return self._non_finite
 
     def parameter_of(self, index: int) -> int:
@@ -160,7 +160,7 @@ class DeviceBuckets(HostBuckets):
         kernels.all_finite(self.flats[number], self._flags[number : number + 1])
 
     def fetch(self) -> None:
-        """Begin to copy the results to the host."""
+        """Begin to copy the results to the CPU."""
         with working_on(self._gpu, self._stream):
             self._flags.get(out=self._host_flags, blocking=False)
             self._checked.record(self._stream)

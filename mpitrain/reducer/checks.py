@@ -23,7 +23,7 @@ EPOCH_FROM_BIT = 32
 
 
 def check_plain(reduction: str, compression: str) -> None:
-    """Raise ConfigError, for all ranks, if sums are to be exact: a compression rounds."""
+    """Raise ConfigError, on every rank, if sums must be exact, because compression rounds."""
     if reduction == "exact":
         raise everywhere(
             ConfigError(
@@ -34,7 +34,7 @@ def check_plain(reduction: str, compression: str) -> None:
 
 
 def agree_on_layout(world: World, parameters: Sequence[Parameter], bucket_bytes: int, *, on_device: bool) -> list[str]:
-    """Return, in lines, what all ranks must have in common in the gradients that they exchange. Collective.
+    """Return lines that describe the exchanged gradients, and are equal on all ranks. Collective.
 
     Raises:
         MismatchError: the ranks differ; raised on every rank, names the first difference.
@@ -42,7 +42,7 @@ def agree_on_layout(world: World, parameters: Sequence[Parameter], bucket_bytes:
     """
     lines = [f"parameter {parameter}" for parameter in parameters]
     lines.append(f"buckets of {bucket_bytes} bytes")
-    lines.append(f"gradients on {'GPUs' if on_device else 'the host'}")
+    lines.append(f"gradients on {'GPUs' if on_device else 'the CPU'}")
     world.agree("compare the gradients' layout", lines)
     _check_parameters(parameters)
     return lines
@@ -87,7 +87,7 @@ def check_scales(world: World, scales: list[float]) -> None:
 
 
 def check_turns(world: World, turns: list[int]) -> None:
-    """Raise MismatchError unless all ranks are at the same batch, given by rank as for GradientReducer.begin."""
+    """Raise MismatchError unless all ranks are at the same batch; `turns` are by rank, as for GradientReducer.begin."""
     for rank, turn in enumerate(turns):
         if turn != turns[0]:
             raise everywhere(
@@ -106,7 +106,7 @@ def _batch(turn: int) -> str:
 def check_steps(world: World, codes: Sequence[int]) -> None:
     """Raise MismatchError unless the optimizers of all ranks have made the same number of steps.
 
-    It is in the upper bits of the codes, given by rank; see mpitrain/adapters/torch_steps.py. -1: it is unknown.
+    The number is in the upper bits of the codes, which are by rank; see mpitrain/adapters/torch_steps.py. -1: unknown.
     """
     steps = [code >> COUNTED_FROM_BIT for code in codes]
     first = next((rank for rank, count in enumerate(steps) if count >= 0), 0)
@@ -126,10 +126,10 @@ def check_final(world: World, final: Mapping[int, Mapping[int, tuple[float, ...]
     same.
 
     Args:
-        final: by the ranks' numbers in the job, then by model or group. Of a model, from 1: the number of steps, norm
-            and sum of a sample of the gradients of the last step, and its learning rates. Of a process group, below 0:
-            a text with its name, and in further lines the calls that were not compared (torch/waited_calls.py). Ranks
-            of the job that are not in this world, such as servers, do not count.
+        final: by the ranks' numbers in the job, then by model or group. For a model (from 1): the number of steps, norm
+            and sum of a sample of the last step's gradients, and its learning rates. For a process group (below 0): a
+            text with its name, and in further lines the calls that were not compared (torch/waited_calls.py). Ranks of
+            the job that are not in this world, such as servers, do not count.
     """
     members = world.control.members
     for number in sorted(

@@ -1,4 +1,4 @@
-"""How parameters are divided between servers: each server has a range of the flat buffer of each dtype.
+"""The division of parameters between servers: each server has a range of the flat buffer of each dtype.
 
     flat buffer   |  a  |        b        |c|  d  |
     server              0        |       1        |        evenly: the boundary may lie within a parameter
@@ -6,7 +6,8 @@
     flat buffer   |        b        |  a  |  d  |c|
     server                 0        |      1      |        whole: the parameters of a server are neighbours
 
-Every value of a dense model is pulled and pushed equally often, so ranges of equal size balance bytes and traffic.
+Every value of a dense model is pulled and pushed the same number of times, so ranges of equal size balance memory and
+traffic.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Part: TypeAlias = Mapping[numpy.dtype, slice]
 
 @dataclass(frozen=True)
 class PartSize:
-    """How large the part of a server is.
+    """The size of a server's part.
 
     Attributes:
         num_bytes: of all its values.
@@ -44,7 +45,7 @@ class PartSize:
     largest_bytes: int
 
     def line(self) -> str:
-        """Return all of it in words."""
+        """Describe the size in one line."""
         tensors = f"whole tensors: {self.num_whole:,}, in part: {self.num_cut:,}"
         text = f"{shown_bytes(self.num_bytes)} of parameters; {tensors}"
         if not self.largest:
@@ -123,7 +124,7 @@ def sizes_of(division: Division) -> list[PartSize]:
 
 
 def line_of(division: Division, names: Sequence[str]) -> str:
-    """Return who has how much, in a line. `names` are those of the servers."""
+    """Describe in one line how much each server has. `names` are the servers' names."""
     sizes = [size.num_bytes for size in sizes_of(division)]
     shares = [f"{name}: {shown_bytes(size)}" for name, size in zip(names, sizes, strict=True)]
     return f"{', '.join(shares)} of {shown_bytes(sum(sizes))} of parameters"

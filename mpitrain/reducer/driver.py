@@ -1,9 +1,9 @@
 """A thread that drives an exchange while the rank's main thread computes.
 
-No MPI library moves a large message while nobody calls the library. Between nodes, this thread makes these calls. At 1
-Gbit/s, it was measured to hide several times as much of the exchange behind the backward pass as calls between the
-layers do. Within one node, the ranks share the cores that they compute with, so a thread would only take some of these
-away. There, a reducer's `ready` and `finish` make the calls. benchmarks/log/ has the numbers.
+No MPI library moves a large message between calls of the library. Between nodes, this thread makes these calls. In
+measurements at 1 Gbit/s, it overlapped several times as much of the exchange with the backward pass as calls between
+the layers did. Within one node, the ranks share the cores that they compute with, so a thread would only take some of
+these away. There, a reducer's `ready` and `finish` make the calls. benchmarks/log/ has the numbers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _NAP_SECONDS = 100e-6
 class Driver:
     """Calls `progress`, a bound method, again and again between `start` and `stop`, until `progress` returns None.
 
-    Before that, `progress` returns the seconds that the thread may sleep. In that time nobody else may call `progress`.
-    The thread ends with the object whose method `progress` is.
+    Before that, `progress` returns the seconds that the thread may sleep. In that time no other thread may call
+    `progress`. The thread ends when the object of the method `progress` is deleted.
     """
 
     def __init__(self, progress: Callable[[], float | None], control: Control) -> None:
@@ -44,7 +44,7 @@ class Driver:
         self._running.set()
 
     def stop(self) -> None:
-        """Stop the calls: after the return, the thread touches nothing. Raises what `progress` raised in the thread."""
+        """Stop the calls: after this returns, the thread does nothing. Raises what `progress` raised in the thread."""
         self._running.clear()
         with self._at_work:
             self._control.raise_posted()
@@ -80,7 +80,7 @@ class Driver:
 
 
 def make_driver(world: World, progress: Callable[[], float | None], threaded: bool | None) -> Driver | None:
-    """Return a Driver for `progress`; None if `threaded` is False, or None and threads_by_default is against a thread.
+    """Return a Driver for `progress`; None if `threaded` is False, or if it is None and threads_by_default is False.
 
     Raises:
         ConfigError: a thread is requested, but MPI does not allow threads; raised on every rank.
@@ -100,7 +100,7 @@ def threads_by_default(world: World) -> bool:
 
 
 def allows_threads() -> bool:
-    """True if several threads may call MPI at a time."""
+    """True if several threads may call MPI at the same time."""
     from mpi4py import MPI
 
     return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)

@@ -38,29 +38,29 @@ class Exchange(Protocol):
 
     Attributes:
         may_overflow: the mean of finite gradients may be infinite.
-        division: how the ranks of a node divide what a codec leaves out, in a word; "": by whole buckets.
+        division: a word for how the ranks of a node divide the codec's residual; "": by whole buckets.
     """
 
     may_overflow: bool
     division: str
 
     def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()) -> Slot:
-        """Make a slot for `count` elements, on the host or on this rank's GPU; uninitialised. Collective.
+        """Make a slot for `count` elements, on the CPU or on this rank's GPU; uninitialised. Collective.
 
         Args:
-            tensors: name and shape of what will lie there, in order and without gaps, if that is known.
+            tensors: name and shape of the tensors in the slot, in order and without gaps, if known.
         """
         ...
 
     def mean(self, slot: Slot, part: slice, share: float) -> AllreduceHandle:
-        """Begin to replace `slot.flat[part]` by the sum over ranks of share x that part; same bits on every rank.
+        """Begin to replace `slot.flat[part]` by the sum over ranks of share x that part; equal bits on every rank.
 
         Every rank calls this with the same part, in the same order. The work enters the queue of the World that the
         exchange was made for, like the work of every Algorithm of this World. A GradientReducer drives that queue.
 
         Args:
-            slot: from `allocate` of this exchange, of a floating dtype. Values that a codec leaves out of the part stay
-                in the same part of the slot's residual, and are added to the next sum of that part.
+            slot: from `allocate` of this exchange, of a floating dtype. What a codec does not send of the part stays in
+                the same part of the slot's residual, and is added to the next sum of that part.
             part: a slice with step 1. Parts of a slot with sums under way must not overlap.
             share: this rank's weight divided by the sum of all ranks' weights. If it is 0, the content of the part is
                 ignored.
@@ -71,7 +71,7 @@ class Exchange(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget what is kept from step to step, in all slots. No sum may be under way."""
+        """Clear the state that all slots keep from step to step. No sum may be under way."""
         ...
 
 
@@ -92,8 +92,8 @@ class PlainExchange:
         """
         Args:
             world: the World whose ranks take part.
-            algorithm: for host arrays, a name in ALGORITHMS; default: the world's setting.
-            transport: for device arrays, a name in TRANSPORTS; default: the world's setting.
+            algorithm: for CPU arrays, a name in ALGORITHMS; default: the world's setting.
+            transport: for GPU arrays, a name in TRANSPORTS; default: the world's setting.
             reduction: a name in REDUCTIONS; default: the world's setting.
         """
         self._world = world
@@ -138,27 +138,26 @@ class PlainExchange:
 
 
 class CompressedExchange:
-    """Sends float32 in a codec's shorter form over the network, with error feedback; uncompressed inside a node.
+    """Sends float32 compressed by a codec over the network, with error feedback; uncompressed inside a node.
 
-    The slot keeps what the codec leaves out of a gradient, and adds it to the same gradient in the next step; see
-    mpitrain/allreduce/direct.py. A step that ends with an error may lose these values, which costs no more than that
+    The slot keeps the codec's residual of a gradient, and adds it to the same gradient in the next step; see
+    mpitrain/allreduce/direct.py. A step that ends with an error may lose this residual, which costs no more than that
     step's rounding.
 
-    Arrays on a GPU are coded there, and the values left out stay there, wherever possible; see
-    mpitrain/cuda/coded.py.
+    Arrays on a GPU are coded there, and their residuals stay there, wherever possible; see mpitrain/cuda/coded.py.
     """
 
     division = ""
 
     def __init__(self, world: World, codec: str, decay: float = 1.0) -> None:
-        """On one node nothing is compressed, and a message says that.
+        """On one node nothing is compressed, and a message reports this.
 
         Args:
             codec: a name for make_codec.
-            decay: the factor of what was left out before, at each sum; 1: nothing of it is lost.
+            decay: the factor by which the residual is multiplied at each sum; 1: nothing of it is lost.
 
         Raises:
-            ConfigError: the world's settings ask for exact sums. On every rank.
+            ConfigError: the world's settings ask for exact sums. Raised on every rank.
         """
         check_plain(world.config.reduction, codec)
         self._codec, self._decay = make_codec(codec), decay
@@ -190,12 +189,12 @@ class CompressedExchange:
         elif isinstance(algorithm, DeviceSequential) and self._world.num_nodes > 1:
             flat, place = algorithm.allocate(count, dtype), algorithm.place
             with (
-                allocating(self._world, place.gpu, flat.nbytes, "what a codec leaves out"),
+                allocating(self._world, place.gpu, flat.nbytes, "the residual of a codec"),
                 working_on(place.gpu, place.stream),
             ):
                 slot = Slot(flat, namespace(flat).zeros(count, numpy.float32), place)
         else:
-            # Pages of parts that other ranks of the node keep are never touched, so they take no memory.
+            # Pages of parts that other ranks of the node keep are never written, so they take no memory.
             slot = Slot(algorithm.allocate(count, dtype), numpy.zeros(count, numpy.float32))
         self._slots.add(slot)
         return slot
@@ -229,7 +228,7 @@ class CompressedExchange:
 def make_exchange(
     world: World, algorithm: str | None = None, compression: str | None = None, reduction: str | None = None
 ) -> Exchange:
-    """Make the exchange that the world's settings, or the arguments, ask for. Collective.
+    """Make the exchange for the arguments or, by default, for the world's settings. Collective.
 
     Raises:
         ConfigError: the algorithm, compression or reduction does not exist, or two of them exclude each other.
@@ -256,7 +255,7 @@ def make_exchange(
 
 
 def _by_profile(world: World) -> str:
-    """Choose bf16 if it pays; a line says what was chosen and why."""
+    """Choose bf16 if it pays off, and print the choice with its reason."""
     chosen = compression_by(world.profile, world.num_nodes, num_lanes(world))
     rate = world.profile.bytes_per_second / 1e6
     reason = f"{world.num_nodes} nodes, {rate:.0f} MB/s between them ({world.profile.origin})"

@@ -1,4 +1,4 @@
-"""The error-feedback residuals of this rank: they are saved into checkpoints, and restored from them."""
+"""The error-feedback residuals of this rank, saved in checkpoints and restored from them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class LeftOut:
         self._slots = slots
 
     def state(self, carried: dict[numpy.dtype, numpy.ndarray], *, is_owed: bool) -> dict[str, Any]:
-        """Return the residuals and `carried`, which has not been sent yet.
+        """Return the residuals, and `carried`, the values that have not been sent yet.
 
-        {} if there is no residual and, by `is_owed`, nothing was restored; see GradientReducer.state.
+        It is {} if there is no residual and nothing restored is unsent (`is_owed`); see GradientReducer.state.
         """
         on_several_nodes = self._world.num_nodes > 1
         flats = {
@@ -51,7 +51,7 @@ class LeftOut:
     def restore(self, state: Mapping[str, Any]) -> dict[numpy.dtype, numpy.ndarray]:
         """Overwrite the residuals. Return what is carried.
 
-        Without a codec here, the residuals are carried too, with a message.
+        Without a codec in this run, the residuals are also carried, with a message.
 
         Raises:
             CheckpointError: the state belongs to other parameters. Nothing has changed.
@@ -87,6 +87,7 @@ class LeftOut:
                 slot.factors.update({name: factor.copy() for name, factor in factors.items() if name in names})
 
     def _placement(self) -> str:
-        """A text that is equal if every rank leaves out the same elements; these follow from nodes and buckets."""
+        """A text that is equal if every rank's residual covers the same elements; these follow from nodes and
+        buckets."""
         buckets = [(str(bucket.dtype), bucket.begin, bucket.end) for bucket in self._buckets]
         return hashlib.sha256(repr((self._world.node_ranks, buckets, self._exchange.division)).encode()).hexdigest()

@@ -25,12 +25,12 @@ from mpitrain.world.world import World
 
 
 class LowRankExchange:
-    """Sends float32 matrices as products of thin ones, with error feedback, and everything else as it is.
+    """Sends float32 matrices as products of thin ones, with error feedback, and everything else unchanged.
 
-    Each rank keeps what is left out of its own gradients, and all keep the same factors, for the next step. What a rank
-    keeps takes the memory of its gradients once more. On one node nothing is compressed, and a message says that.
+    For the next step, each rank keeps the residual of its own gradients, and all keep the same factors. The residual
+    takes as much memory as the gradients. On one node nothing is compressed, and a message reports this.
 
-    Gradients on a GPU go through the host, bucket by bucket, with a message; their residuals stay there.
+    Gradients on a GPU are copied to the CPU, bucket by bucket, with a message; their residuals stay on the CPU.
     """
 
     division = "tensors of each rank"
@@ -50,7 +50,7 @@ class LowRankExchange:
         self._world = world
         self._algorithm = make_algorithm(world, algorithm)
         self._is_plain = world.num_nodes == 1
-        self.may_overflow = not self._is_plain  # M Q may, of finite numbers near the end of float32
+        self.may_overflow = not self._is_plain  # M Q may overflow for finite numbers near the limit of float32
         self._slots: WeakKeyDictionary[Slot, Tensors] = WeakKeyDictionary()
         if self._is_plain:
             world.print(f"mpitrain: compression {compression}: all ranks are on one node, so nothing is compressed")
@@ -61,7 +61,7 @@ class LowRankExchange:
         self._plan = lru_cache(maxsize=None)(self._made_plan)
 
     def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()) -> Slot:
-        """See Exchange. Without `tensors`, all of it is sent as it is.
+        """See Exchange. Without `tensors`, everything is sent unchanged.
 
         Raises:
             ConfigError: `dtype` is not float32.
@@ -88,19 +88,19 @@ class LowRankExchange:
 
     @cached_property
     def _through_host(self) -> ThroughHost:
-        """The way of device slots, made with the first one: this is collective, and needs a GPU."""
+        """The path for GPU slots, made with the first one: this is collective, and needs a GPU."""
         through = ThroughHost(self._world, self._name, self._algorithm)
         name = self._name
-        self._world.print(f"mpitrain: compression {name} has no kernels for GPUs: gradients are coded on the host")
+        self._world.print(f"mpitrain: compression {name} has no kernels for GPUs: gradients are coded on the CPU")
         return through
 
     @cached_property
     def _transport(self) -> DeviceSequential:
-        """The same where nothing is compressed."""
+        """The same if nothing is compressed."""
         return make_transport(self._world)
 
     def mean(self, slot: Slot, part: slice, share: float) -> AllreduceHandle:
-        """See Exchange. A tensor that lies in the part only in part is sent as it is."""
+        """See Exchange. A tensor that is only partly in `part` is sent unchanged."""
         check_slot(self._world, self._slots, slot)
         flat = slot.flat[part]
         scale(flat, share)
@@ -128,7 +128,7 @@ class LowRankExchange:
         return plan(inside, self._rank)
 
     def reset(self) -> None:
-        """See Exchange: forget what is left out, and the factors."""
+        """See Exchange: clear the residuals and the factors."""
         for slot in self._slots:
             slot.clear()
             if slot.factors is not None:

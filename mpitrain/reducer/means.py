@@ -1,8 +1,8 @@
-"""Means: the result of a step of a GradientReducer; how much of its exchange was hidden; and what ranks remarked.
+"""Means: the result of a GradientReducer's step, how much of its exchange was overlapped, and the ranks' remarks.
 
 Remarks are what ranks tell each other at the end of a step besides gradients: parameters that they did not use, and a
-note. The vote on the step carries a number. It is equal on two ranks if they tell the same, and 0 if they tell nothing.
-The remarks themselves are gathered only if ranks differ.
+note. The vote on the step carries a number that is equal on two ranks if their remarks are equal, and 0 if there are
+none. The remarks themselves are gathered only if ranks differ.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def hidden_share(exposed_seconds: float, wire_seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Remarks:
-    """What the ranks with samples told in one step; the same on every rank.
+    """The remarks of the ranks with samples in one step; the same on every rank.
 
     Attributes:
         unused: indices of the parameters that no such rank's loss depends on.
-        partly_used: indices of the parameters that the loss of some of these ranks depends on, and of others not.
+        partly_used: indices of the parameters that the losses of some of these ranks depend on, but not of all.
         notes: the ranks' notes in rank order; a single note if all are equal.
     """
 
@@ -63,7 +63,7 @@ class Remarks:
 
 @dataclass(frozen=True)
 class Means:
-    """The result of a step; the same bits on every rank, except for `overlap`.
+    """The result of a step; bitwise identical on every rank, except for `overlap`.
 
     Attributes:
         loss: the weighted mean of the losses that the ranks gave to `finish`.
@@ -72,8 +72,8 @@ class Means:
         cause: for a step that may be skipped: the error that `finish` would have raised if a rank's gradients hold NaN
             or infinity. The values are then not means.
         remarks: which parameters the ranks did not use, and the notes that they gave to `finish`.
-        order_number: the number of the newest order for the training that any rank has heard of; 0: none has.
-        steps: what the ranks gave to `begin`, by rank.
+        order_number: the number of the newest command to the training that any rank has heard of; 0: none.
+        steps: the values that the ranks passed to `begin`, by rank.
     """
 
     loss: float
@@ -119,7 +119,7 @@ class Stopwatch:
 
     @property
     def computed(self) -> tuple[float, float]:
-        """Begin and end of the forward and the backward pass."""
+        """The begin and end of the forward and backward pass."""
         return self._begun, self._finishing
 
     def end(self) -> Overlap:

@@ -1,9 +1,9 @@
-"""GradientReducer takes gradients in any order, and makes their sample-weighted means over ranks, bucket by bucket.
+"""GradientReducer takes gradients in any order, and computes their sample-weighted means over ranks, bucket by bucket.
 
-A bucket is exchanged as soon as all its gradients are in, while the backward pass still computes the next ones.
+A bucket is exchanged as soon as all its gradients have arrived, while the backward pass still computes the next ones.
 Buckets start strictly in bucket order, whatever the order of the gradients, so all ranks start the same buckets.
 
-Meanwhile a thread (driver.py) calls into MPI. If there is no thread, `ready` and `finish` do.
+During that time a thread (driver.py) calls MPI. Without a thread, `ready` and `finish` do.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from mpitrain.reducer.vote import MISSING, begin_vote, beyond_range, objection
 from mpitrain.waiting.agreement import STEP, Agreement, signature
 from mpitrain.world.world import StepWatch, World
 
-# What the ranks compare, and an error names.
+# The names that the ranks compare and that errors show.
 _STEP, _OUTER_STEP = STEP, "outer step after a step of the optimizer"
 _SAID_STEP = f"{STEP} with a weight of the program's own"
 
 
 class GradientReducer:
-    """Makes the means of a step: `begin(weight)`, `ready(index, gradient)` for every parameter, `finish(loss)`.
+    """Computes the means of a step: `begin(weight)`, `ready(index, gradient)` for every parameter, `finish(loss)`.
 
     Attributes:
         layout: where each gradient lies.
-        flats: buffers by dtype, in layout order, on the host or on this rank's GPU. After `finish` they hold the means.
+        flats: buffers by dtype, in layout order, on the CPU or on this rank's GPU. After `finish` they hold the means.
         gradients: views of the flat buffers, one for each parameter. A gradient that is computed directly into its
             view is not copied.
-        sends_gradients: False: they are the distances of an outer step. A trace then shows no backward pass before they
-            are sent.
+        sends_gradients: False: the values are the pseudo-gradients of an outer step. A trace then shows no backward
+            pass before they are sent.
     """
 
     def __init__(
@@ -62,15 +62,16 @@ class GradientReducer:
 
         Args:
             parameters: in the order of the model. The gradients of the last parameters are expected first.
-            exchange: makes the exchange for a World. From then on, use the `comm` of that World for nothing else.
+            exchange: a function of a World that returns the exchange. From then on, use the `comm` of that World for
+                nothing else.
             bucket_bytes: exchange about this many bytes at once. Default: the World's `bucket_mib`, or the size that
                 follows from its profile.
             threaded: drive the exchange from a thread, which requires MPI_THREAD_MULTIPLE. Default: true if the ranks
                 are on several nodes and MPI offers MPI_THREAD_MULTIPLE.
             on_device: gradients are CuPy arrays on this rank's GPU, and so are the buckets.
-            virtual_ranks: so many virtual ranks are divided between the ranks, at least one for each; see summands.py.
-                Every rank hands in the gradients of its virtual ranks one after the other, with `next_pass` between
-                them. `exchange` makes a PlainExchange with exact sums.
+            virtual_ranks: the number of virtual ranks to divide between the ranks, at least one for each; see
+                summands.py. Every rank passes the gradients of its virtual ranks one after the other, with `next_pass`
+                between them. `exchange` must return a PlainExchange with exact sums.
 
         Raises:
             MismatchError: the parameters of the ranks differ. Raised on every rank, names the first difference.
@@ -88,13 +89,13 @@ class GradientReducer:
         if on_device and virtual_ranks is not None:
             raise everywhere(
                 ConfigError(
-                    f"virtual_ranks={virtual_ranks}: the gradients of virtual ranks are added up on the host, and "
-                    "these are on GPUs. Train on the host, or leave virtual_ranks out"
+                    f"virtual_ranks={virtual_ranks}: the gradients of virtual ranks are added up on the CPU, "
+                    "but these are on GPUs. Train on the CPU, or leave virtual_ranks out"
                 )
             )
         self._signatures = {name: signature(name, self._lines) for name in (_STEP, _SAID_STEP, _OUTER_STEP)}
-        # When a bucket starts depends on the moment. With its own communicator, a bucket cannot meet messages that the
-        # ranks send in the meantime: a mean() in the backward pass, or another reducer's buckets.
+        # The start of a bucket depends on timing. With its own communicator, a bucket cannot collide with messages that
+        # the ranks send in the meantime: a mean() in the backward pass, or another reducer's buckets.
         self._apart = world.apart()
         self._exchange, self._queue = exchange(self._apart), self._apart.queue
         self._slots = {
@@ -125,7 +126,7 @@ class GradientReducer:
             world.control,
             self._summands,
         )
-        self._is_owed = False  # what was restored has not been sent yet, by this rank or another one
+        self._is_owed = False  # restored values have not been sent yet, by this rank or another one
         self._left_out = LeftOut(world, self.layout, self._buckets, self._exchange, self._slots)
         self._driver = make_driver(world, self._advance, threaded)
         self._is_closed = False
@@ -133,12 +134,12 @@ class GradientReducer:
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """What a step exchanges, in the order of the exchange."""
+        """The buckets that a step exchanges, in order."""
         return self._buckets
 
     @property
     def is_begun(self) -> bool:
-        """A step has begun. False also after an error with which all ranks have refused it."""
+        """Whether a step has begun. False also after an error with which all ranks have refused it."""
         return self._begun is not None
 
     @property
@@ -157,20 +158,21 @@ class GradientReducer:
     ) -> None:
         """Begin a step in which the gradients of this rank have the weight of `weight` samples. Does not wait.
 
-        Hand in the gradients also with weight 0. Their values are then ignored.
+        Pass the gradients even if the weight is 0. Their values are then ignored.
 
         Args:
-            weight: the weight of this rank, in samples; with virtual ranks, a sequence with that of each of its own.
+            weight: the weight of this rank, in samples; with virtual ranks, a sequence with the weight of each of its
+                virtual ranks.
             loss_scale: the factor by which the gradients of all ranks are multiplied. The means are divided by it. It
                 is a power of two, so the division is exact.
-            turn: the number of the batch, and from EPOCH_FROM_BIT (checks.py) on that of the epoch, from 0. If it
-                differs, `ready` or `finish` raises a MismatchError on every rank.
-            steps: the same for the number of steps that the optimizer of this rank has made, from COUNTED_FROM_BIT
-                (checks.py) on. The bits below may differ; see `Means.steps`.
-            is_said: the weight is not a number of samples, as on all ranks.
+            turn: the number of the batch and, in the bits from EPOCH_FROM_BIT (checks.py), that of the epoch, both from
+                0. If it differs between ranks, `ready` or `finish` raises a MismatchError on every rank.
+            steps: in the bits from COUNTED_FROM_BIT (checks.py), the number of steps of this rank's optimizer, which is
+                compared in the same way. The lower bits may differ; see `Means.steps`.
+            is_said: the weight is not a number of samples; the same on all ranks.
 
         Raises:
-            GradientError: the step before is not finished, or the reducer is closed.
+            GradientError: the previous step is not finished, or the reducer is closed.
         """
         if self._begun is not None:  # its exchanges may still write into the buffers
             raise GradientError(f"{self._world.name()}: begin() was called again without finish()")
@@ -182,8 +184,8 @@ class GradientReducer:
             self._weight = weight
         else:
             raise GradientError(
-                f"{self._world.name()}: begin({weight!r}); with virtual ranks, a step begins with the weight of each "
-                "of this rank's, without them with one number"
+                f"{self._world.name()}: begin({weight!r}); with virtual ranks, give a sequence with the weight "
+                "of each of this rank's virtual ranks; without them, give one number"
             )
         self._loss_scale = loss_scale
         if watch := self._watch:
@@ -213,14 +215,14 @@ class GradientReducer:
 
         Args:
             index: the index of the parameter.
-            gradient: a host or device array with the parameter's shape and dtype. If the buckets are on a GPU, the
-                array must be on that GPU. The array is copied, so the caller may overwrite it (on a device, by work
-                that is put into its current stream after this call). None: the loss of this rank does not depend on
-                the parameter, and zeros are summed; see `Remarks.unused`.
+            gradient: a CPU or GPU array with the parameter's shape and dtype. If the buckets are on a GPU, the array
+                must be on that GPU. The array is copied, so the caller may overwrite it (on a GPU, by work that is
+                queued in its current stream after this call). None: the loss of this rank does not depend on the
+                parameter, and zeros are summed; see `Remarks.unused`.
 
         Raises:
-            GradientError: no step has begun; or the gradient has the wrong shape, dtype or device, or was handed in
-                before.
+            GradientError: no step has begun; or the gradient has the wrong shape, dtype or device, or was already
+                passed.
         """
         if self._driver:
             self._world.control.raise_posted()
@@ -236,7 +238,7 @@ class GradientReducer:
             self._summands.take_in(index, gradient)
         elif gradient is not self.gradients[index]:
             self._place.take_in(index, gradient)
-        self._missing.remove(index)  # after a copy that may fail: the caller may hand in another array
+        self._missing.remove(index)  # after the copy, which may fail: the caller may then pass another array
         if is_summand:
             return
         if watch := self._watch:
@@ -247,7 +249,7 @@ class GradientReducer:
             self._sums.collect()
 
     def next_pass(self, loss: float, note: Any = None) -> None:
-        """End the gradients of one of this rank's virtual ranks. Those of the next one follow; `finish` ends the last.
+        """End the gradients of one of this rank's virtual ranks. Those of the next follow; `finish` ends the last one.
 
         `loss` and `note` are as for `finish`, over the samples of the virtual rank.
 
@@ -262,15 +264,15 @@ class GradientReducer:
     def progress(self) -> bool:
         """Start the buckets that are complete, and advance those that are under way. True when all have arrived.
 
-        Without a thread, a model that hands in no gradient for a long time may call it between `begin` and `finish`.
-        `ready` and `finish` do the same by themselves, with fewer frames.
+        Without a thread, a model that passes no gradient for a long time may call it between `begin` and `finish`.
+        `ready` and `finish` do the same, with fewer Python frames.
         """
         return self._advance() is None
 
     def _advance(self) -> float | None:
         """Do the work of `progress`. Return the seconds that the thread may sleep; None: all buckets have arrived."""
         if not self._start():
-            # finish() raises the refusal: all ranks meet there, wherever each learned of it.
+            # finish() raises the refusal: all ranks reach it, wherever each learned of the refusal.
             return None if self._refused is not None else 0.0
         nap = self._queue.look()
         return None if self._sums.collect() else nap or 0.0
@@ -331,13 +333,13 @@ class GradientReducer:
             note: a value that all ranks get, or None. It must be picklable, and different values must have different
                 reprs. The note of a rank with weight 0 is ignored. If the notes differ, they cost one more message.
             when_agreed: is called when all ranks have begun the step, while buckets are under way. It may begin another
-                exchange: no rank is left alone with it by a step that is refused.
+                exchange: a refused step cannot leave a single rank in that exchange.
 
         Raises:
-            MissingGradientError: a rank did not hand in a gradient. The error names rank and parameter. Raised on every
+            MissingGradientError: a rank did not pass a gradient. The error names rank and parameter. Raised on every
                 rank.
-            NonFiniteError: a rank handed in NaN or infinity, or its loss is NaN or infinity, and the step may not be
-                skipped. The error names rank and parameter. Raised on every rank.
+            NonFiniteError: a gradient or the loss of a rank holds NaN or infinity, and the step may not be skipped. The
+                error names rank and parameter. Raised on every rank.
             MismatchError: the ranks differ in `loss_scale` or `may_skip`. Raised on every rank.
         """
         self._stopwatch.finish()
@@ -366,14 +368,14 @@ class GradientReducer:
         control.wait(self._drive(vote.test), Doing("end a step", self._sums))
         codes = vote.records["code"]
         # If a gradient is missing, the ranks have started different numbers of buckets. Now all ranks start all of
-        # them, so that nothing stays under way, and the caller can begin another step.
+        # them, so that no exchange remains under way, and the caller can begin another step.
         self._sums.start_all()
         control.wait(self._drive(self._sums.collect), Doing("exchange gradients", self._sums))
         self._sums.see()
         found_by_all: GradientError | None = None
         try:
             if codes.any():
-                # The step is not made, so the values left out of its gradients are meaningless.
+                # The step is not made, so the residuals of its gradients are meaningless.
                 self._exchange.reset()
                 found_by_all = objection(self._world, vote, self.layout, self._place)
             elif self._exchange.may_overflow:
@@ -397,10 +399,10 @@ class GradientReducer:
         return Means(loss, self._total, self._stopwatch.end(), cause, remarks, heard, steps)
 
     def state(self) -> dict[str, Any]:
-        """Return what this rank alone keeps from step to step, for a checkpoint.
+        """Return the state that this rank alone keeps from step to step, for a checkpoint.
 
-        {} if the exchange keeps nothing, and nothing that was restored is still to be sent. This is so on every rank
-        or on none, if `restore` got {} on every rank or on none.
+        It is {} if the exchange keeps nothing, and no restored values are still to be sent. It is {} either on every
+        rank or on none, provided that `restore` got {} on every rank or on none.
 
         Returns:
             `residual`: the error-feedback residual, as float32 host arrays by parameter name. `carried`: a
@@ -413,10 +415,10 @@ class GradientReducer:
         """Continue from `state`. Not collective, but the `carried` values of the ranks add up.
 
         Args:
-            state: the state of this rank in an equal place. Or only `carried`, by parameter name: the values that are
-                missing from the means so far, as a sum over the ranks that get some. They are added to the means of
-                the next step. Where `state` must be {} on every rank or on none, so must this be: a rank without such
-                values gets an empty `carried`. It changes nothing else.
+            state: the state of this rank in the same place. Or only `carried`, by parameter name: the values that are
+                missing from the means so far, as a sum over the ranks that get some. They are added to the means of the
+                next step. Like the result of `state`, it must be {} on every rank or on none: a rank without such
+                values gets an empty `carried`, which changes nothing else.
 
         Raises:
             CheckpointError: the state belongs to other parameters. Nothing has changed.
@@ -424,15 +426,15 @@ class GradientReducer:
         self._sums.carried, self._is_owed = self._left_out.restore(state), bool(state)
 
     def factors(self) -> dict[str, numpy.ndarray]:
-        """Return where compression continues from the last step, by parameter name: equal on all ranks; {} for nothing.
+        """Return the factors with which compression continues, by parameter name; equal on all ranks; {}: none.
 
-        `restore` does not need it. Without it, the next means are less close.
+        `restore` does not need them. Without them, the next means are less accurate.
         """
         return self._left_out.factors()
 
     def restore_factors(self, factors: Mapping[str, numpy.ndarray]) -> None:
-        """Continue from `factors`, which must be equal on all ranks. Those that do not fit are left out; a line says
-        so.
+        """Continue from `factors`, which must be equal on all ranks. Factors that do not fit are ignored, with a
+        warning.
 
         Not collective, between steps.
         """
@@ -445,12 +447,13 @@ class GradientReducer:
         return step, state
 
     def follow(self, step: int, state: Mapping[str, Any]) -> None:
-        """Continue where another reducer of the same parameters has left. Every rank calls it before the first step."""
+        """Continue from the result of another reducer's `leave`, with the same parameters. Every rank calls it before
+        the first step."""
         self._sums.step = step
         self.restore(state)
 
     def close(self) -> None:
-        """Give back the thread and the communicator. The memory goes with its last view. Collective, between steps.
+        """End the thread and free the communicator. The memory is freed with its last view. Collective, between steps.
 
         A second call does nothing. In a broken World MPI may still write into the memory, so only the thread ends.
 
@@ -472,7 +475,7 @@ class GradientReducer:
 
     @property
     def _watch(self) -> StepWatch | None:
-        """What measures the steps, if a step exchanges gradients."""
+        """The object that measures the steps, if a step exchanges gradients."""
         return self._world.watch if self.sends_gradients else None
 
     def _unexpected(self, index: int) -> str:
@@ -483,14 +486,15 @@ class GradientReducer:
         return f"the gradient of {self.layout.parameters[index].name} was handed in twice in one step"
 
     def _look(self) -> int:
-        """Return the index of what is not finite, or -1. The exchange continues while a GPU computes the answer."""
+        """Return the index of a non-finite value, or -1. The exchange continues while a GPU computes the answer."""
         self._place.fetch()
         if not self._place.is_fetched:
             self._world.control.wait(self._drive(lambda: self._place.is_fetched), "compute gradients")
         return self._place.non_finite()
 
     def _look_at_means(self) -> NonFiniteError | None:
-        """Return the error if a mean is not finite. The means have the same bits on every rank, so there is no vote."""
+        """Return the error if a mean is not finite. The means are bitwise identical on every rank, so no vote is
+        needed."""
         self._place.begin()
         with self._place.behind():
             for number in range(len(self._buckets)):

@@ -1,4 +1,5 @@
-"""An Exchange that leaves each rank with the mean of its own part only, and gathers what the ranks make of it."""
+"""An Exchange that gives each rank only the mean of its own part, and later gathers the parts that the ranks compute
+from it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from mpitrain.world.world import World
 
 
 class ScatteredExchange:
-    """See Exchange, except for what `mean` leaves. Both halves together send what an allreduce sends."""
+    """See Exchange; only the result of `mean` differs. Both halves together send as much as an allreduce."""
 
     may_overflow = False
     division = ""
@@ -43,8 +44,8 @@ class ScatteredExchange:
         if world.config.reduction == "exact":
             raise everywhere(
                 ConfigError(
-                    "reduction=exact: a sharded optimizer adds up gradients in the order of ranks; take "
-                    "reduction=plain, or train with mt.Sync, which makes means whose sum is exact"
+                    "reduction=exact: a sharded optimizer adds up gradients in the order of ranks; use "
+                    "reduction=plain, or train with mt.Sync, which computes exact sums"
                 )
             )
         if world.config.compression == "auto":
@@ -59,11 +60,11 @@ class ScatteredExchange:
         """See Exchange.
 
         Raises:
-            ConfigError: `on_device`. On every rank.
+            ConfigError: `on_device` is True. Raised on every rank.
         """
         if on_device:
             raise everywhere(
-                ConfigError("a sharded optimizer takes parameters on the host; for parameters on GPUs, use mt.Sync")
+                ConfigError("a sharded optimizer takes parameters on the CPU; for parameters on GPUs, use mt.Sync")
             )
         self._world.queue.finish()
         memory = self.halves.memory
@@ -72,9 +73,9 @@ class ScatteredExchange:
         return slot
 
     def mean(self, slot: Slot, part: slice, share: float) -> AllreduceHandle:
-        """See Exchange. Afterwards, the rank's own part of the part holds the mean; the rest is undefined.
+        """See Exchange. Afterwards, this rank's share of the part holds the mean; the rest is undefined.
 
-        With `mpitrain verify`, which looks at the means, all of it is the mean.
+        With `mpitrain verify`, which reads the means, the whole part holds the mean.
         """
         check_slot(self._world, self._slots, slot)
         flat = slot.flat[part]

@@ -1,4 +1,4 @@
-"""A slot: memory for gradients, together with what a codec has not sent of them."""
+"""A slot: memory for gradients, together with their error-feedback residual."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Slot:
     """The result of `Exchange.allocate`. Slots are compared by identity.
 
     Attributes:
-        flat: flat array, on the host or on this rank's GPU: the gradients before a sum, their mean after it.
-        residual: float32 array with as many elements, on the host or on this rank's GPU: what the codec has not sent of
-            this rank's gradients so far. None if nothing is left out.
+        flat: flat array, on the CPU or on this rank's GPU: the gradients before a sum, their mean after it.
+        residual: float32 array with as many elements, on the CPU or on this rank's GPU: what the codec has not sent of
+            this rank's gradients so far. None: everything is sent.
         place: the GPU and the stream that work on a residual on the GPU.
-        factors: where a sum continues from the one before, by tensor: float32 host arrays, equal on all ranks; see
-            mpitrain/compression/power_sgd.py. None if no sum does.
-        on_host: the host's copy of `flat`, where the host codes gradients of a GPU; see mpitrain/cuda/staged.py.
+        factors: the factors with which the next sum continues, by tensor: float32 CPU arrays, equal on all ranks; see
+            mpitrain/compression/power_sgd.py. None: there are none.
+        on_host: the CPU copy of `flat`, if gradients of a GPU are coded on the CPU; see mpitrain/cuda/staged.py.
     """
 
     flat: Array
@@ -40,7 +40,7 @@ class Slot:
     on_host: numpy.ndarray | None = None
 
     def left_out(self) -> numpy.ndarray | None:
-        """Return a copy of the residual on the host, after all sums so far; None if there is no residual."""
+        """Return a copy of the residual as a CPU array, after all sums so far; None if there is no residual."""
         if self.residual is None:
             return None
         if self.place is None:
@@ -51,7 +51,7 @@ class Slot:
             return fetched
 
     def restore(self, values: Array) -> None:
-        """Overwrite the residual with `values`, an array on the host or on a GPU. No sum may be under way.
+        """Overwrite the residual with `values`, a CPU or GPU array. No sum may be under way.
 
         Raises:
             DataError: the slot has no residual, or one of another shape or dtype. Nothing has changed.
@@ -95,5 +95,5 @@ def check_slot(world: World, made: Collection[Slot], slot: Slot) -> None:
     kind = "a slot of another exchange" if isinstance(slot, Slot) else f"an object of type {type(slot).__name__}"
     raise ValueError(
         f"{world.name()}: mean() was given {kind}; allowed are the slots that allocate() of this exchange has "
-        "returned, because the slot keeps what the codec leaves out. Copy the values into slot.flat and pass the slot"
+        "returned, because the slot keeps the codec's residual. Copy the values into slot.flat and pass the slot"
     )

@@ -1,4 +1,4 @@
-"""A rank with several virtual ranks adds several summands to each mean: the gradients of each of them, weighted.
+"""A rank with several virtual ranks adds several summands to each mean: the weighted gradients of each virtual rank.
 
     rank 0     virtual rank 0     virtual rank 1        each computes gradients of its own samples
                    x share            x share           each product is rounded by itself
@@ -6,7 +6,7 @@
     all ranks          one exact sum of all products    (mpitrain/allreduce/exact.py)
 
 A share is the virtual rank's samples, divided by those of the whole batch. So no product, and no sum of all of them,
-depends on which rank computed it: the means have the same bits on any number of ranks.
+depends on which rank computed it: the means are bitwise identical on any number of ranks.
 
 Source: EasyScale, Li et al., EasyScale: Elastic Training with Consistent Accuracy and Improved Utilization on GPUs,
 SC 2023. There the order of a sum is that of the virtual ranks; here the sum has no order.
@@ -30,13 +30,13 @@ from mpitrain.world.world import World
 
 
 class Summands:
-    """The gradients of this rank's virtual ranks in one step. Those of the last one lie in the slots of the reducer.
+    """The gradients of this rank's virtual ranks in one step. Those of the last one are in the slots of the reducer.
 
     Attributes:
         own: the numbers of this rank's virtual ranks.
         unused: indices of the parameters on which the loss of none of them depends.
         note: that of the first one with samples.
-        missing: indices of the parameters whose gradients one of them has not handed in.
+        missing: indices of the parameters whose gradients one of them has not passed.
         non_finite: index of a parameter with NaN or infinity in the gradients of one of them, except the last; -1:
             there is none.
     """
@@ -67,7 +67,7 @@ class Summands:
 
     @property
     def is_last(self) -> bool:
-        """True while the gradients of the last virtual rank come in."""
+        """True while the gradients of the last virtual rank arrive."""
         return len(self._losses) == len(self._flats)
 
     def take_in(self, index: int, gradient: Any) -> None:
@@ -75,7 +75,7 @@ class Summands:
         self._views[len(self._losses)][index][...] = gradient
 
     def end(self, loss: float, note: Any, unused: Collection[int], missing: Collection[int]) -> None:
-        """End the gradients of a virtual rank. Those of one without samples count for nothing."""
+        """End the gradients of a virtual rank. Those of a virtual rank without samples do not count."""
         number = len(self._losses)
         weight = self._weights[number]
         self._losses.append(weight * loss if weight else 0.0)
@@ -96,17 +96,17 @@ class Summands:
         return sum(self._losses) / weight if weight else 0.0
 
     def settle(self, total: float, loss_scale: float) -> float:
-        """Settle the shares, with the weight of all ranks. Return the share of the last virtual rank."""
+        """Compute the shares from the weight of all ranks. Return the share of the last virtual rank."""
         self._total = total
         self._shares = [weight / total / loss_scale for weight in self._weights]
         return self._shares[-1]
 
     def loss(self) -> float:
-        """Return the mean loss over the samples of all ranks. No number of ranks changes it. Collective."""
+        """Return the mean loss over the samples of all ranks. It does not depend on the number of ranks. Collective."""
         return exact_total(self._world, self._losses) / self._total
 
     def mean(self, slot: Slot, bucket: Bucket, share: float) -> AllreduceHandle:
-        """See Exchange.mean; the part is that of a bucket."""
+        """See Exchange.mean; the part is a bucket."""
         part = slice(bucket.begin, bucket.end)
         others = [flats[bucket.dtype][part] for flats in self._flats]
         for other, factor in zip(others, self._shares, strict=False):

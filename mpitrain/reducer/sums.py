@@ -1,4 +1,4 @@
-"""A step's buckets under way: each starts when all its gradients are in, strictly in bucket order.
+"""A step's buckets under way: each starts when all its gradients have arrived, strictly in bucket order.
 
 So all ranks start the same buckets, whatever the order of their gradients, and messages of two buckets never mix.
 """
@@ -24,7 +24,7 @@ from mpitrain.waiting.control import Control
 
 
 class Sums:
-    """Starts buckets, and sees their end. `count` is for the main thread; only one thread at a time calls the rest.
+    """Starts buckets, and collects results. `count` is for the main thread; only one thread at a time calls the rest.
 
     Attributes:
         step: number of steps begun.
@@ -59,7 +59,7 @@ class Sums:
         self._reset()
 
     def begin(self) -> None:
-        """Begin a step: no gradient is in."""
+        """Begin a step: no gradient has arrived."""
         self.step += 1
         self._reset()
 
@@ -70,7 +70,7 @@ class Sums:
         self._done = 0
 
     def count(self, number: int) -> None:
-        """Count one more gradient of a bucket as in."""
+        """Count one more gradient of a bucket as arrived."""
         self._place.came()
         if self._waiting[number] == 1:
             self._place.complete(number)
@@ -100,7 +100,7 @@ class Sums:
         return self._done == len(self._buckets)
 
     def start_all(self) -> None:
-        """Start also incomplete buckets, with share 0: all ranks do this if a gradient is missing on one of them."""
+        """Also start incomplete buckets, with share 0: all ranks do this if a gradient is missing on one of them."""
         while len(self._handles) < len(self._buckets):
             self._place.complete(len(self._handles))
             self._start(0.0)
@@ -111,7 +111,7 @@ class Sums:
             handle.test()
 
     def on_its_way(self) -> str:
-        """Describe the present sum, such as `bucket 2 of 5, 'layer3.w' to 'layer2.b'`; "" if there is none."""
+        """Describe the current sum, such as `bucket 2 of 5, 'layer3.w' to 'layer2.b'`; "" if there is none."""
         number = self._done
         if number >= len(self._handles):
             return ""
@@ -136,7 +136,7 @@ class Sums:
                 self._handles.append(self._exchange.mean(slot, part, share))
 
     def _with_carried(self, number: int, share: float) -> float:
-        """Add what is carried to this rank's share of a bucket. Return the share that is left to apply."""
+        """Add the carried values to this rank's share of a bucket. Return the share that remains to be applied."""
         if not self.carried:
             return share
         bucket, flat = self._buckets[number], self._place.flats[number]
@@ -154,7 +154,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Doing:
-    """What a rank waits in, for reports: the words, and the bucket under way at that moment."""
+    """What a rank is waiting in, for reports: a text, and the bucket under way at that moment."""
 
     words: str
     sums: Sums

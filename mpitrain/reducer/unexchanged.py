@@ -1,8 +1,8 @@
-"""Optimizers that each rank steps with gradients of its own, because nobody exchanges them: what ranks say at the end.
+"""The check, at the end, for optimizers that each rank steps with its own gradients, because they are not exchanged.
 
-A forgotten DistributedDataParallel raises no error: each rank trains a model of its own, and the script saves that of
-rank 0. So the ranks compare what their optimizers have used when all have finished, in the notes that they send anyway.
-A warning names them. It is no error, because ranks may mean to train models of their own.
+A forgotten DistributedDataParallel raises no error: each rank trains its own model, and the script saves that of rank
+0. So when all have finished, the ranks compare what their optimizers have used, in the notes that they send anyway. A
+warning names them. It is not an error, because a script may train separate models on purpose.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpitrain.world.world import World
 NUMBER_IN_FINAL = 0
 # The entry of the buffers of prepared models.
 BUFFERS_IN_FINAL = 1 << 40
-# What is known of an optimizer.
+# What is known about an optimizer.
 ALL_KNOWN, UNKNOWN, EXCHANGED = range(3)
 # Ranks with different processors may clip equal gradients by norms that differ in the last bit of bfloat16.
 _NEAR = 2**-8
@@ -46,12 +46,12 @@ class UnexchangedSteps(NamedTuple):
     used: tuple[tuple[float, float], ...]
 
     def numbers(self) -> tuple[float, ...]:
-        """Return it as numbers of a note; see `steps_in`."""
+        """Return the fields as numbers for a note; see `steps_in`."""
         return *map(float, self[:-1]), float(len(self.used)), *(number for pair in self.used for number in pair)
 
 
 def steps_in(numbers: Sequence[float]) -> list[UnexchangedSteps]:
-    """Return what the numbers of a note say, by optimizer, in the order of their first steps."""
+    """Read the numbers of a note, by optimizer, in the order of their first steps."""
     optimizers, at = [], 0
     while at < len(numbers):
         known, kind, trained, steps, begin, end, length = (int(number) for number in numbers[at : at + 7])
@@ -63,10 +63,10 @@ def steps_in(numbers: Sequence[float]) -> list[UnexchangedSteps]:
 
 
 def tell_of_unexchanged(world: World, final: Mapping[int, Mapping[int, tuple[float, ...]]]) -> None:
-    """Print a line if ranks have begun with equal parameters, and stepped with gradients of their own until the end.
+    """Print a line if ranks began with equal parameters, and stepped with their own gradients until the end.
 
     Args:
-        final: by the ranks' numbers in the job, what each has said; see Notes.final. Every rank gives the same.
+        final: the ranks' notes, by their numbers in the job; see Notes.final. Every rank gives the same.
     """
     members = world.control.members
     of_ranks = {rank: steps_in(final[rank].get(NUMBER_IN_FINAL, ())) for rank in final if rank in members}
@@ -77,22 +77,22 @@ def tell_of_unexchanged(world: World, final: Mapping[int, Mapping[int, tuple[flo
         if len(same) > 1 and _are_apart([*same.values()]):
             rank, first = next(iter(same.items()))
             text = (
-                f"mpitrain: {len(same)} ranks have each trained a model of their own: from equal parameters, an "
+                f"mpitrain: {len(same)} ranks have each trained a separate model: from equal parameters, an "
                 f"optimizer of {first.trained:,} numbers has made {first.steps:,} steps on "
-                f"{world.name(members.index(rank))} with gradients that nobody has averaged. To train one model on all "
+                f"{world.name(members.index(rank))} with gradients that were not averaged. To train one model on all "
                 "ranks, wrap it in DistributedDataParallel, or use mpitrain.torch.prepare(); auto_model of "
-                "pytorch-ignite wraps it for gloo, nccl and mpi alone. If each rank is to have its own model, let it "
-                "begin with values of its own: torch.manual_seed(rank)"
+                "pytorch-ignite wraps it for gloo, nccl and mpi alone. If each rank is to have its own model, "
+                "let it begin with different values: torch.manual_seed(rank)"
             )
             _print(world, text)
             return
 
 
 def say_buffers_at_end(world: World, of_model: Callable[[], Callable[[], tuple[float, float]] | None]) -> None:
-    """Have ranks compare the buffers of a model when all have finished. Every rank calls this for the same models.
+    """Make the ranks compare the buffers of a model when all have finished. Every rank calls this for the same models.
 
-    `of_model` returns, while the model exists, a function that says whether forward passes have changed buffers since
-    the last exchange, and a checksum of what may have changed.
+    `of_model` returns, while the model exists, a function that tells whether forward passes have changed buffers since
+    the last exchange, and a checksum of those that may have changed.
     """
     said = world.control.notes.final.setdefault(BUFFERS_IN_FINAL, _Buffers())
     assert isinstance(said, _Buffers)
@@ -108,7 +108,8 @@ class _Buffers(list[Callable[[], Callable[[], tuple[float, float]] | None]]):
 
 
 def tell_of_buffers(world: World, final: Mapping[int, Mapping[int, tuple[float, ...]]]) -> None:
-    """Print a line if ranks end with buffers of a prepared model that each of them has changed alone. See above."""
+    """Print a line if ranks end with buffers of a prepared model that each of them has changed separately. See
+    above."""
     members = world.control.members
     of_ranks = [final[rank].get(BUFFERS_IN_FINAL, ()) for rank in final if rank in members]
     for place in range(0, max(map(len, of_ranks), default=0), 2):
@@ -124,7 +125,7 @@ def tell_of_buffers(world: World, final: Mapping[int, Mapping[int, tuple[float, 
 
 
 def _print(world: World, text: str) -> None:
-    with suppress(OSError, ValueError):  # the program has closed its output, or nobody reads it any more
+    with suppress(OSError, ValueError):  # the program has closed its output, or its reader is gone
         world.print(text)
 
 
@@ -140,7 +141,7 @@ def _are_apart(same: Sequence[UnexchangedSteps]) -> bool:
 
 
 def _are_near(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether gradients are equal but for rounding. What is not finite tells nothing."""
+    """Whether gradients are equal up to rounding. Non-finite values are not compared."""
     if not all(map(math.isfinite, (*one, *other))):
         return True
     size = max(one[0], other[0])

@@ -21,14 +21,14 @@ def begin_vote(
 ) -> Agreement:
     """Begin the vote with this rank's findings, without waiting. The records also carry the losses and the marks.
 
-    In place of a weight, they carry the number of the newest order for the training that each rank has heard of.
+    In place of a weight, they carry the number of the newest command to the training that each rank has heard of.
 
     Args:
         missing: parameters whose gradients were not handed in.
         non_finite: the result of the buckets' `found`; -1 for nothing.
         loss: this rank's mean over `weight` samples.
         told: this rank's remarks.
-        may_skip: with a loss scale that can be lowered, the gradients decide, and the loss does not.
+        may_skip: with a loss scale that can be lowered, only the gradients decide, not the loss.
     """
     code, detail = GOOD, mark_of(told)
     if missing:
@@ -55,12 +55,12 @@ def objection(world: World, vote: Agreement, layout: Layout, place: HostBuckets)
 
 
 def _problem(rank_name: str, code: int, parameter: str) -> GradientError:
-    """Return what every rank raises about the rank of that name."""
+    """Return the error that every rank raises about the rank of that name."""
     error: GradientError
     if code == MISSING:
         error = MissingGradientError(
-            f"{rank_name} ended its backward pass without the gradient of {parameter}; "
-            "hand in zeros for a parameter that a batch does not use"
+            f"{rank_name} ended its backward pass without the gradient of {parameter}; pass zeros for a "
+            "parameter that a batch does not use"
         )
     else:
         subject = "the loss is" if code == NON_FINITE_LOSS else f"the gradient of {parameter} holds"
@@ -74,7 +74,7 @@ def _problem(rank_name: str, code: int, parameter: str) -> GradientError:
 
 
 def beyond_range(parameter: str) -> NonFiniteError:
-    """Return what every rank raises if a codec has made infinity of finite gradients."""
+    """Return the error that every rank raises if a codec has turned finite gradients into infinity."""
     return everywhere(
         NonFiniteError(
             f"the mean gradient of {parameter} is too large for the compression, though every rank's is "

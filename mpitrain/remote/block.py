@@ -1,4 +1,4 @@
-"""mt.workers, mt.run_on and mt.map_on: the block, the places that it knows by name, and what a worker does in it."""
+"""mt.workers, mt.run_on and mt.map_on: the block, the places that it knows by name, and the work of a worker in it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class WorldPlaces:
         for place in wanted:
             named = self._ranks.get(f"rank {place}" if isinstance(place, int) else place)
             if named is None:
-                raise ValueError(f"where={place!r} is no place of this World; there are {self._list()}")
+                raise ValueError(f"where={place!r} is not a place of this World; there are {self._list()}")
             ranks.update(named)
         if not ranks:
             raise ValueError(f"where={where!r} names no place; there are {self._list()}")
@@ -93,7 +93,7 @@ _block: _OpenBlock | None = None
 
 @contextmanager
 def workers(world: World) -> Iterator[bool]:
-    """Enter a block in which rank 0 gives functions to named ranks. Collective.
+    """Enter a block in which rank 0 sends functions to named ranks. Collective.
 
         with mt.workers(world) as leads:
             if leads:  # rank 0 alone
@@ -107,8 +107,8 @@ def workers(world: World) -> Iterator[bool]:
     The leader waits at the end of the block until all functions have ended. If the body raises an error, the leader
     does not wait. Functions that have not begun are dropped, and the workers leave the block after their present one.
 
-    Inside the block each rank is on its own. A collective call, such as `world.mean` or `world.barrier`, is an error in
-    the body and in the functions. `world.send` and `world.recv` may be used.
+    Inside the block each rank works independently. A collective call, such as `world.mean` or `world.barrier`, is an
+    error in the body and in the functions. `world.send` and `world.recv` may be used.
 
     Raises:
         MpitrainError: this process is in such a block already.
@@ -118,7 +118,7 @@ def workers(world: World) -> Iterator[bool]:
     """
     global _block  # noqa: PLW0603 - a process runs one function at a time
     if _block is not None:
-        raise MpitrainError(f"{world.name()}: mt.workers inside of mt.workers; leave the first block before")
+        raise MpitrainError(f"{world.name()}: mt.workers inside mt.workers; leave the first block before")
     device = own_device(world)
     places = WorldPlaces(world.hosts, world.node_ranks, world._gather(device, "mt.workers"))
     apart = world.apart()
@@ -127,7 +127,7 @@ def workers(world: World) -> Iterator[bool]:
 
     def refuse() -> NoReturn:
         raise MpitrainError(
-            f"{world.name()}: a collective call inside of mt.workers, where the other ranks do not make it; make the "
+            f"{world.name()}: a collective call inside mt.workers, where the other ranks do not make it; make the "
             "call before or after the block"
         )
 
@@ -162,11 +162,11 @@ def run_on(where: Where, function: Callable[..., Any], *arguments: Any) -> Remot
     Args:
         where: a rank's number; "rank 3"; "node 1", by the numbers of `world.node_rank`; a host name; a GPU, such as
             "lab1/cuda:0", or "cuda:0" if one host alone has it; or a list of these. A GPU is known if `--hosts` gave it
-            to a rank, or if the rank has asked for it, as by `array_module`. It is current while the function runs. Of
-            several ranks, a free one gets the function. The leader gets it only if no other rank is free. A function on
-            the leader runs in its main thread, the next time that it waits for a future.
+            to a rank, or if the rank has asked for it, as by `array_module`. It is current while the function runs. If
+            the place has several ranks, a free one runs the function. The leader gets it only if no other rank is free.
+            A function on the leader runs in its main thread, the next time that it waits for a future.
         function: is sent by its name. It must be at the top level of a module, or of the script above the block. A
-            lambda and a function inside of a function are refused.
+            lambda and a function inside a function are refused.
         arguments: anything that can be pickled. NumPy arrays of any shape, dtype and order are sent from where they
             are, without a pickle; one that is read-only or not contiguous is copied first. The function gets copies
             that it may change, also on the leader.

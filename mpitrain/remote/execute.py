@@ -15,7 +15,7 @@ from mpitrain.world.world import World
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank says of a function that has failed there.
+    """A rank's report on a function that has failed there.
 
     Attributes:
         text: what happened, after the name of the rank.

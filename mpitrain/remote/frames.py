@@ -77,7 +77,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def why_not(function: Callable[..., Any], arguments: Sequence[Any]) -> str:
-    """Say which of these cannot be pickled, and what to do; "" if each of them can."""
+    """Describe which of these cannot be pickled, and what to do; "" if each of them can."""
     if problem := _problem(function):
         return (
             f"the function {name_of(function)} cannot be sent: {problem}. A rank finds a function by its name: define "

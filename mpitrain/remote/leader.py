@@ -1,4 +1,4 @@
-"""The leader: gives functions to ranks that are free, one at a time each, and collects the answers as futures.
+"""The leader: sends functions to free ranks, one at a time to each, and collects the answers as futures.
 
 Its steps are work that every wait of the World drives. So answers come in while the leader waits in another call, and a
 rank gets its next function as soon as the leader looks.
@@ -74,7 +74,7 @@ class Leader:
         return future
 
     def look(self) -> None:
-        """Do what can be done without waiting."""
+        """Make progress without waiting."""
         # Another thread of this rank may wait too, and drive the same work.
         if self._world.control.is_broken or not self._looking.acquire(blocking=False):
             return
@@ -106,7 +106,7 @@ class Leader:
             self._untold.remove(future)
 
     def drop(self, futures: Sequence[RemoteFuture], why: str) -> None:
-        """Begin none of these any more. Nobody asks for their answers."""
+        """Do not begin any of these. Their answers are not needed."""
         for future in futures:
             self.tell(future)
             if future in self._open:
@@ -139,7 +139,7 @@ class Leader:
             self._wait_for_the_end()
 
     def raise_untold(self) -> None:
-        """Raise the first error that nobody has asked for."""
+        """Raise the first error whose result was never requested."""
         if self._untold:
             self._untold[0].result()
 
@@ -214,7 +214,7 @@ class RemoteFuture:
         self._is_unpacked = False
 
     def __str__(self) -> str:
-        """What a wait for it waits in, for messages."""
+        """The operation in which a wait for it waits, for messages."""
         if self.rank is None:
             return f"run_on, for a free rank for {self.name}"
         return f"run_on, for {self.name} on {self._leader.name(self.rank)}"
@@ -271,4 +271,4 @@ class RemoteFuture:
     def _state(self) -> str:
         if self.rank is None:
             return f"no rank of {self._leader.names(self.ranks)} was free for {self.name}"
-        return f"{self.name} on {self._leader.name(self.rank)} has not come back"
+        return f"{self.name} on {self._leader.name(self.rank)} has not returned"

@@ -1,1 +1,1 @@
-"""A parameter server and its workers, which come and go. To read first: work_units, coordinator, worker."""
+"""A parameter server and its workers, which may come and go. Read first: work_units, coordinator, worker."""

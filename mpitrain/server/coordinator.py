@@ -1,9 +1,9 @@
-"""The coordinator is the first server: it gives out work units, says which answers count, and makes updates of them.
+"""The coordinator is the first server: it hands out work units, decides which answers count, and makes updates.
 
 worker:  hello ─> welcome    next ─> unit + parameters   done + gradients ─> unit + parameters ...   ─> over
 
-It has one thread and one loop, and no MPI. With several servers it alone decides; the others (server.shard) have parts
-of the parameters, and do what it says (server.shards).
+It has one thread and one loop, and no MPI. With several servers, only the coordinator decides; the others
+(server.shard) have parts of the parameters, and follow its commands (server.shards).
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from mpitrain.server.work_units import ConsistencyMode, Places, WorkQueue, WorkU
 _LOOK_SECONDS = 0.5
 # How long other servers are waited for after an error.
 _SERVERS_SECONDS = 5.0
-# Workers that wait for a unit answer at once that the run is over.
+# Waiting workers answer at once when they are told that the run is over.
 _SHUTDOWN_SECONDS = 5.0
-# So many workers are enough to say that the samples, or the model, are at fault.
+# The number of failing workers from which the samples, or the model, must be at fault.
 _MOST_FAILURES = 3
 
 
 @dataclass
 class AnswerParts:
-    """What has come of the answer to a unit.
+    """The parts of the answer to a unit that have arrived.
 
     Attributes:
         ticket: of its worker.
-        answer: what the worker tells; None: it has not come.
-        not_finite: by server whose part has come: the first parameter with NaN or infinity, or "".
+        answer: the worker's report; None: it has not arrived.
+        not_finite: by server whose part has arrived: the first parameter with NaN or infinity, or "".
     """
 
     ticket: str
@@ -54,12 +54,12 @@ class AnswerParts:
 
     @property
     def first_not_finite(self) -> str:
-        """The first parameter with NaN or infinity; "": all gradients that have come are finite."""
+        """The first parameter with NaN or infinity; "": all gradients that have arrived are finite."""
         return next(filter(None, (self.not_finite[server] for server in sorted(self.not_finite))), "")
 
 
 class Answers:
-    """Takes in answers, in parts or whole. Refuses those that cannot be used, and counts them by samples and worker.
+    """Receives answers, whole or in parts. Refuses those that cannot be used, and counts them by samples and worker.
 
     With several servers each gets a part of the gradients. An answer counts when all of them have their part.
     """
@@ -75,7 +75,7 @@ class Answers:
     def done(
         self, member: Member, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray]
     ) -> Sequence[WorkUnit] | None:
-        """Take in what a worker tells, and the first server's part of its gradients. It asks for its next unit too.
+        """Receive a worker's report and the first server's part of its gradients. It also asks for its next unit.
 
         Return the units whose gradients make an update, if they do.
         """
@@ -84,7 +84,7 @@ class Answers:
         self._registry.stats.servers[0].bytes_in += nbytes
         member.stats.pushed_bytes += nbytes
         unit = self._queue.find(number, member.peer)
-        if unit is None:  # the unit was given to another worker, or is not needed any more
+        if unit is None:  # the unit was given to another worker, or is no longer needed
             self._registry.ask(member, fields, own.version)
             member.stats.dropped += 1
             return None
@@ -101,7 +101,7 @@ class Answers:
         return self._add(member, unit, 0, not_finite)
 
     def have(self, server: int, fields: Mapping[str, Any]) -> Sequence[WorkUnit] | None:
-        """Take in what another server says of its part of an answer. Return as `done`."""
+        """Receive another server's report about its part of an answer. Return as `done`."""
         self._registry.stats_of[fields["ticket"]].pushed_bytes += fields["pushed_bytes"]
         member = self._registry.with_ticket(fields["ticket"])
         if member is None or (unit := self._queue.find(fields["number"], member.peer)) is None:
@@ -112,7 +112,7 @@ class Answers:
         return self._add(member, unit, server, fields["not_finite"])
 
     def failed(self, member: Member, fields: Mapping[str, Any]) -> None:
-        """Take in that a worker could not compute the gradients of its unit. It ends by itself.
+        """Note that a worker could not compute the gradients of its unit. The worker ends by itself.
 
         Raises:
             GradientError: see `_refuse`.
@@ -127,7 +127,8 @@ class Answers:
         return parts, [part.answer for part in parts if part.answer]
 
     def drop_late(self) -> None:
-        """Drop the answers to units that are over, or another worker's. Who has sent one waits for its next unit."""
+        """Drop the answers to units that are over, or that another worker has. Their senders wait for their next
+        unit."""
         for number in [number for number in self._parts if not self._queue.has(number)]:
             parts = self._parts.pop(number)
             member = self._registry.with_ticket(parts.ticket)
@@ -136,7 +137,7 @@ class Answers:
                 member.stats.dropped += 1
 
     def _add(self, member: Member, unit: WorkUnit, server: int, not_finite: str) -> Sequence[WorkUnit] | None:
-        """Take in a part of an answer. Return as `done`, if all servers have their parts of it."""
+        """Add a part of an answer. Return as `done`, if all servers have their parts of it."""
         parts = self._parts.setdefault(unit.number, AnswerParts(member.ticket))
         parts.not_finite[server] = not_finite
         answer = parts.answer
@@ -159,17 +160,18 @@ class Answers:
         return self._mode.answer(answered)
 
     def _send_away(self, member: Member, unit: WorkUnit, problem: str) -> None:
-        """End a worker whose answer does not belong to this model. Its unit goes to another one."""
+        """Dismiss a worker whose answer does not belong to this model. Its unit goes to another one."""
         self._registry.move()
         self._mode.refuse(unit)
         member.stats.refused += 1
         self._registry.dismiss(member, problem)
 
     def _refuse(self, member: Member, unit: WorkUnit, kind: type[GradientError], problem: str) -> None:
-        """Let other workers try a unit. A worker that fails three times in a row is sent away.
+        """Let other workers try a unit. A worker that fails three times in a row is dismissed.
 
         Raises:
-            GradientError: of this kind: so many have failed that the samples or the model must be at fault.
+            GradientError (an error of the given class): so many have failed that the samples or the model must be at
+                fault.
         """
         member.stats.refused += 1
         self._mode.refuse(unit)
@@ -201,7 +203,7 @@ class Coordinator:
 
     Attributes:
         queue: the position in the data.
-        stats: what has happened so far.
+        stats: the statistics so far.
     """
 
     def __init__(
@@ -234,13 +236,13 @@ class Coordinator:
         self._answers = Answers(self._shards, self._registry, may_skip=self._may_skip)
         self._status = ServerStatus(self._registry, self._shards.parts)
         self._has_begun, self._carried = False, carried or {}
-        self._left: float | None = None  # when the last update had been made
+        self._left: float | None = None  # when the last update was complete
 
     def next_update(self) -> tuple[Means, float]:
         """Wait until workers have sent what makes the next update, and make it. Return the means and the learning rate.
 
         Raises:
-            GradientError: several workers have sent what cannot be used for the same samples.
+            GradientError: several workers have sent unusable gradients for the same samples.
             LaunchError: another server is gone.
         """
         if not self._has_begun:
@@ -266,7 +268,7 @@ class Coordinator:
                     return made
 
     def fetch(self) -> None:
-        """Bring the parameters and the optimizer's state of all servers into the model of this one.
+        """Copy the parameters and the optimizer's state of all servers into this server's model.
 
         Raises:
             LaunchError: another server is gone.
@@ -277,14 +279,14 @@ class Coordinator:
         """Close the link. Tell all workers that the run is over, or that `error` has ended it.
 
         Args:
-            error: what has ended the run; None: it is over.
-            tells: workers hear of the error, and end. Otherwise they wait until the server is there again.
+            error: the error that ended the run; None: the run is over.
+            tells: workers are told of the error, and end. Otherwise they wait until the server is back.
         """
         seconds = _SERVERS_SECONDS if error else self._rules.hang_seconds
         is_config = isinstance(error, ConfigError)  # it is raised in all processes
         text = str(error) if is_config else f"{type(error).__name__}: {error}"
         try:
-            # The run may have ended before its first step. A server that fails before it comes fails in the run.
+            # The run may have ended before its first step. A server that fails before it connects fails in the run.
             self._shards.gather_late(seconds)
             self._status.enter("leaves", has_failed=error is not None)
             if error is None or tells:
@@ -319,7 +321,7 @@ class Coordinator:
             member.unit_clock = self._registry.clock()
 
     def _unit_for(self, member: Member) -> WorkUnit | None:
-        """Return a unit for a worker that is free; first one that another worker does not answer."""
+        """Return a unit for a free worker, preferably one that another worker has not answered in time."""
         while True:
             has_taken = self._registry.take_overdue()
             unit = self._registry.mode.next_unit(member.peer)
@@ -327,7 +329,7 @@ class Coordinator:
                 return unit
 
     def _take(self, event: Event) -> Sequence[WorkUnit] | None:
-        """Take in an event. Return the units whose gradients make an update, if they do."""
+        """Handle an event. Return the units whose gradients make an update, if they do."""
         if self._shards.knows(event.peer):
             return self._hear_server(event)
         member = self._registry.here.get(event.peer)
@@ -355,10 +357,10 @@ class Coordinator:
             self._registry.join(event, self._shards.ports)
         else:
             self._registry.leave(event.peer, "it has ended")
-        self._shards.forget(*self.queue.live)  # what the worker has sent them of its unit
+        self._shards.forget(*self.queue.live)  # the parts of its unit that the worker has sent them
 
     def _hear_server(self, event: Event) -> Sequence[WorkUnit] | None:
-        """Take in what another server has sent a worker, or has of an answer, or that it is gone."""
+        """Handle a message of another server: parts sent to a worker, its part of an answer, or its loss."""
         if isinstance(event, Disconnected):
             self._shards.lose(event.peer, event.why)
         number = self._shards.heard(event)
@@ -367,7 +369,7 @@ class Coordinator:
         return self._answers.have(number, event.fields) if event.kind == "have" else None
 
     def _update(self, units: Sequence[WorkUnit]) -> tuple[Means, float]:
-        """Make the update from the gradients of these units, on all servers. Without it, the loss scale tells why."""
+        """Make the update from the gradients of these units, on all servers, unless the loss scale skips it."""
         parts, answers = self._answers.take(units)
         for unit in units:
             self.queue.use(unit.number)
@@ -398,10 +400,10 @@ class Coordinator:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _shut_down_workers(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Tell all workers that the run has ended, also those that come now. Wait until they go, but not for long.
+        """Tell all workers, including those that connect now, that the run has ended. Wait briefly until they leave.
 
-        A worker that still computes reads of the end when it has sent its answer. What it has not read is lost with the
-        connection, so the connection stays for `hang_seconds`, or until the worker has gone.
+        A worker that is still computing reads the message after it has sent its answer. Unread messages are lost with
+        the connection, so the connection stays open for `hang_seconds`, or until the worker has left.
 
         Args:
             kind, fields: of the message that reports it.
@@ -428,7 +430,7 @@ class Coordinator:
                     self._events.append(event)
                     continue
                 if busy.pop(event.peer, None) and not busy:
-                    begun = rules.now()  # the last one has read of the end by now, or is about to
+                    begun = rules.now()  # the last one has read the message by now, or is about to
                 if isinstance(event, Disconnected) or event.kind == "bye":
                     left.add(event.peer)
                 elif event.peer not in told:

@@ -42,10 +42,11 @@ class Answer:
 
 
 class GradientBuffer:
-    """Collects the gradients of one unit on a worker. It keeps what its codec leaves out, and adds that to the next."""
+    """Collects the gradients of one unit on a worker. It keeps its codec's residual, and adds it to the next unit's
+    gradients."""
 
     def __init__(self, division: Division, codec: Codec | None, name: str) -> None:
-        """`name` is of the worker, for errors."""
+        """`name` is the worker's name, for errors."""
         layout = self._layout = division.layout
         self._parts = division.parts
         self._codec, self._name = codec, name
@@ -60,10 +61,10 @@ class GradientBuffer:
         self._unused: list[int] = []
 
     def take(self, index: int, gradient: Array | None) -> None:
-        """Take in one gradient; see OnGradient.
+        """Accept one gradient; see OnGradient.
 
         Raises:
-            GradientError: it has another shape or dtype, or was handed in before.
+            GradientError: it has another shape or dtype, or was already passed.
         """
         if index not in self._missing:
             raise GradientError(
@@ -84,13 +85,13 @@ class GradientBuffer:
             scale: the loss scale by which the gradients of this unit are multiplied. It may differ from unit to unit.
 
         Raises:
-            MissingGradientError: a gradient was not handed in.
+            MissingGradientError: a gradient is missing.
         """
         if self._missing:
             raise MissingGradientError(
                 f"{self._name} ended its backward pass without the gradient of "
-                f"{self._layout.parameters[min(self._missing)].name}; hand in zeros for a parameter that a batch does "
-                "not use"
+                f"{self._layout.parameters[min(self._missing)].name}; pass zeros for a parameter that a batch "
+                "does not use"
             )
         self._residual *= _CODED.type(scale / self._scale)
         self._scale = scale
@@ -108,13 +109,13 @@ class GradientBuffer:
 
 
 def on_host(value: Array) -> numpy.ndarray:
-    """Return an array, or a copy on the host of one on a device."""
+    """Return a CPU array itself, or a CPU copy of a GPU array."""
     host: numpy.ndarray = value.get() if is_device_array(value) else value
     return host
 
 
 def codec_of(compression: str) -> Codec | None:
-    """Return the codec of pushes; None: they are not compressed. All workers and the server have the same setting.
+    """Return the codec for pushes; None: they are not compressed. All workers and the server have the same setting.
 
     Raises:
         ConfigError: `compression` is "auto", for which there is no measured profile here, or power_sgd.
@@ -123,13 +124,13 @@ def codec_of(compression: str) -> Codec | None:
         return None
     if compression.partition(":")[0] == power_sgd.NAME:
         raise ConfigError(
-            f"compression={compression} takes two sums over the ranks, and a server does not sum with its workers; "
+            f"compression={compression} needs two sums over the ranks, but a server does not sum with its workers; "
             "name a codec, as in MPITRAIN_COMPRESSION=int8, or leave it out"
         )
     if compression == "auto":
         raise ConfigError(
-            "compression=auto chooses a codec by the links between nodes, and a server does not know those to its "
-            "workers; name a codec, as in MPITRAIN_COMPRESSION=int8, or leave it out"
+            "compression=auto chooses a codec from the links between nodes, but a server does not know the "
+            "links to its workers; name a codec, as in MPITRAIN_COMPRESSION=int8, or leave it out"
         )
     return make_codec(compression)
 
@@ -137,7 +138,7 @@ def codec_of(compression: str) -> Codec | None:
 def read_gradients(
     arrays: Sequence[numpy.ndarray], part: Part, codec: Codec | None
 ) -> dict[numpy.dtype, numpy.ndarray]:
-    """Return a part of the gradients of a unit from a message of a worker. Nothing in it is trusted.
+    """Read a part of the gradients of a unit from a worker's message. Its content is not trusted.
 
     Raises:
         GradientError: the message does not belong to this model; the text says what does not fit.
@@ -163,7 +164,7 @@ def read_gradients(
 
 
 def read_answer(fields: Mapping[str, Any], num_parameters: int) -> Answer:
-    """Return what the answer to a unit tells. Nothing in it is trusted.
+    """Read the answer to a unit. Its content is not trusted.
 
     Raises:
         GradientError: the message does not belong to this model; the text says what does not fit.
@@ -175,7 +176,7 @@ def read_answer(fields: Mapping[str, Any], num_parameters: int) -> Answer:
         check_told((unused, note))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise GradientError(
-            f"the answer to a work unit is incomplete or odd: {type(error).__name__}: {error}"
+            f"the answer to a work unit is incomplete or malformed: {type(error).__name__}: {error}"
         ) from None
     if not all(0 <= index < num_parameters for index in unused) or not scale >= 1 or math.isinf(scale):
         raise GradientError(
@@ -192,7 +193,7 @@ def _whole(value: Any) -> int:
 
 def _real(value: Any) -> float:
     if type(value) not in (int, float):
-        raise TypeError(f"{str(value)[:100]} is no number")
+        raise TypeError(f"{str(value)[:100]} is not a number")
     return float(value)
 
 
@@ -220,7 +221,7 @@ def mean_of(
 
 
 def plain_told(told: Told) -> list[Any]:
-    """Return what a worker tells as JSON can hold it. Raises as `plain_note`."""
+    """Return a worker's remarks as JSON values. Raises as `plain_note`."""
     unused, note = told
     return [list(unused), plain_note(note)]
 
@@ -232,7 +233,7 @@ def read_told(plain: Sequence[Any]) -> Told:
 
 
 def check_told(told: Told) -> None:
-    """Raise ConfigError if it is too long for a message between servers."""
+    """Raise ConfigError if the remarks are too long for a message between servers."""
     length = len(json.dumps(plain_told(told)))
     if length > MOST_HEADER_BYTES // 2:
         raise ConfigError(
@@ -242,10 +243,10 @@ def check_told(told: Told) -> None:
 
 
 def plain_note(note: Any) -> Any:
-    """Return an adapter's note as JSON can hold it.
+    """Return an adapter's note as JSON values.
 
     Raises:
-        ConfigError: it holds what is neither a number, a text, bytes, None, nor a list or tuple of such.
+        ConfigError: it holds something other than numbers, texts, bytes, None, and lists or tuples of these.
     """
     if isinstance(note, bytes):
         return {"bytes": base64.b64encode(note).decode()}
@@ -260,7 +261,7 @@ def plain_note(note: Any) -> Any:
 
 
 def read_note(plain: Any) -> Any:
-    """The reverse of `plain_note`. Raises ValueError if it is none."""
+    """The reverse of `plain_note`. Raises ValueError if the value is malformed."""
     if not isinstance(plain, dict):
         return plain
     ((kind, value),) = plain.items()

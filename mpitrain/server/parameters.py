@@ -1,4 +1,5 @@
-"""The parameters: of a server, with versions of their blocks and the gradients for them; of a worker; as messages."""
+"""The parameters of a server, with versions of their blocks and their gradients; those of a worker; and their
+messages."""
 
 from __future__ import annotations
 
@@ -17,26 +18,25 @@ from mpitrain.reducer.division import Division, counts_of, divide, members
 from mpitrain.reducer.means import Remarks, Told, remarks_of
 from mpitrain.server.gradients import first_not_finite, mean_of, on_host, read_gradients
 
-# What is compared and sent as one. A block of float32 is 64 KiB, its comparison stays in the cache.
+# The unit of comparison and transfer. A block of float32 is 64 KiB, so a comparison stays in the cache.
 _BLOCK_COUNT = 2**14
 
 
 class ParameterShard:
-    """The part of the parameters that a server has, and the gradients that have come for it. Every server has one.
+    """A server's part of the parameters, and the gradients received for it. Every server has one.
 
-    A worker pulls what has changed since the version that it has. All servers make the same updates in the same order,
-    each of its part.
+    A worker pulls the changes since its version. All servers make the same updates in the same order, each to its part.
 
     Attributes:
         version: rises with each update, and if something else has changed parameters that a worker has.
         layout: of the gradients.
         part: of the gradients.
         pushes: by ticket of the worker and number of the unit: the gradients, and the first parameter that is not
-            finite. Those of units that nobody needs any more are not here.
+            finite. Gradients of units that are no longer needed are removed.
     """
 
     def __init__(self, adapter: Adapter, number: int = 0, num_servers: int = 1, codec: Codec | None = None) -> None:
-        """The server's own replica is in `adapter`; `number` is of the server; `codec` is of gradients."""
+        """The server's own replica is in `adapter`; `number` is the server's; `codec` is for gradients."""
         self.version = 0
         self.pushes: dict[tuple[str, int], tuple[Mapping[numpy.dtype, numpy.ndarray], str]] = {}
         self._codec = codec
@@ -53,7 +53,7 @@ class ParameterShard:
         counts = counts_of(self._pulled_part).items()
         self._values = {dtype: numpy.empty(count, dtype) for dtype, count in counts}
         self._newer = {dtype: numpy.empty(count, dtype) for dtype, count in counts}
-        # The version with which each block has changed last.
+        # The version in which each block last changed.
         self._changed = {dtype: numpy.zeros(-(-count // _BLOCK_COUNT), numpy.int64) for dtype, count in counts}
         self._fetch(self._values)
 
@@ -62,10 +62,10 @@ class ParameterShard:
         self._carried.update(flats)
 
     def plan(self, rate_factor: float) -> dict[str, Any]:
-        """Return what all servers must know of the next update; {} if there is one server.
+        """Return what all servers must know about the next update; {} if there is one server.
 
         Args:
-            rate_factor: the learning rate is multiplied by this number. The adapter of a factor other than 1 has passed
+            rate_factor: the learning rate is multiplied by this number. If it is not 1, the adapter has passed
                 `check_rate_factor`.
         """
         adapter: Any = self._adapter
@@ -87,9 +87,9 @@ class ParameterShard:
             gradients: the part of the flat buffers by dtype, in the order of `layout`. They may be overwritten.
             remarks: as for Adapter.apply_gradients.
             plan: of this update.
-            staleness: the largest of these gradients. The changes of buffers, such as running means, are divided by
-                1 + staleness. Each of n workers answers with a change from the same old mean towards its own batch,
-                and their sum would go n times as far. An older note does not replace a newer one.
+            staleness: the largest staleness of these gradients. The changes of buffers, such as running means, are
+                divided by 1 + staleness: each of n workers answers with a change from the same old mean towards its own
+                batch, and their sum would be n times too large. An older note does not replace a newer one.
         """
         first_buffer = len(self.layout.parameters) - self._num_buffers
         for index, _, place in members(self.layout, self.part):
@@ -111,7 +111,7 @@ class ParameterShard:
         return rate
 
     def check_note(self, note: Any) -> None:
-        """Raise GradientError for a note that the adapter says is none of its own; see Adapter.note."""
+        """Raise GradientError for a note that the adapter rejects; see Adapter.note."""
         checked: Any = self._adapter
         if hasattr(checked, "check_note"):
             checked.check_note(note)
@@ -119,9 +119,9 @@ class ParameterShard:
     def note_changes(self, *, elsewhere: bool = False) -> None:
         """Find the blocks that have changed since the last call, by an update or by other code.
 
-        If a worker has the present version, and something other than an update has changed a block, a version begins.
-        So it does if something other than an update has changed parameters `elsewhere`, on another server, which a
-        worker may have asked already.
+        If a worker has the current version, and something other than an update has changed a block, a new version
+        begins. The same applies if parameters have changed `elsewhere`, on another server, which a worker may already
+        have asked.
         """
         changes = self._find_changes()
         if elsewhere or (self._pulled == self.version and any(blocks.any() for _, blocks in changes)):
@@ -129,7 +129,7 @@ class ParameterShard:
         self._stamp(changes)
 
     def follow(self, version: int) -> None:
-        """Take in that the changes since the last call make this version: the first server counts them."""
+        """Assign this version to the changes since the last call: the first server counts versions."""
         self.version = version
         self._stamp(self._find_changes())
 
@@ -152,7 +152,7 @@ class ParameterShard:
         self._values, self._newer = self._newer, self._values
 
     def since(self, version: int) -> tuple[dict[str, Any], list[numpy.ndarray]]:
-        """Return what a worker with the parameters of `version` lacks; -1: it has none.
+        """Return what a worker with the parameters of `version` is missing; -1: it has none.
 
         Returns:
             The fields for `Replica.take`, and for each dtype one array, which stays valid until the next update.
@@ -172,13 +172,13 @@ class ParameterShard:
         return {"version": self.version, "runs": runs}, arrays
 
     def push(self, ticket: str, number: int, arrays: Sequence[numpy.ndarray]) -> str:
-        """Take in the gradients of a unit, unless nobody needs them. Those that were sent twice count once.
+        """Store the gradients of a unit, unless they are not needed. Gradients that were sent twice count once.
 
         Returns:
             The first parameter whose gradient holds NaN or infinity in this part; "": none.
 
         Raises:
-            GradientError: they do not belong to this model; the text says what does not fit.
+            GradientError: they do not belong to this model; the text gives the difference.
         """
         key, not_finite = (ticket, number), ""
         if key in self.pushes:
@@ -203,7 +203,7 @@ class ParameterShard:
         return self.apply(mean_of(gradients, [share for *_, share in used]), remarks, plan, staleness)
 
     def forget(self, newest: int, live: Sequence[Sequence[int]]) -> None:
-        """Drop the gradients of units with a number up to `newest`, but for those from a first to a last in `live`."""
+        """Drop the gradients of units with a number up to `newest`, except those in the ranges of `live`."""
         self._newest, self._live = newest, [range(first, last + 1) for first, last in live]
         self.pushes = {key: push for key, push in self.pushes.items() if self._is_needed(key[1])}
 
@@ -226,7 +226,7 @@ def check_rate_factor(adapter: Adapter) -> None:
 
 
 def divisions_of(adapter: Adapter, num_servers: int) -> tuple[Division, Division]:
-    """Return how gradients and how parameters are divided between so many servers.
+    """Return how gradients and parameters are divided between this many servers.
 
     Raises:
         ConfigError: there are several, and the adapter cannot be divided.
@@ -264,11 +264,11 @@ class Replica:
         self.versions = [-1] * num_servers
 
     def forget(self) -> None:
-        """Take in that the servers are others now."""
+        """Note that the servers have changed."""
         self.versions = [-1] * len(self.versions)
 
     def take(self, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray], server: int = 0) -> None:
-        """Take in a result of `ParameterShard.since` of a server. `load` must follow.
+        """Apply a result of a server's `ParameterShard.since`. `load` must follow.
 
         Raises:
             MismatchError: it belongs to other parameters. The parameters have not changed.
@@ -295,7 +295,7 @@ class Replica:
         self.versions[server] = fields["version"]
 
     def load(self) -> None:
-        """Give the parameters to the model, if some have come."""
+        """Copy the parameters into the model, if some have arrived."""
         if self._has_changed:
             self._adapter.load_parameters(self._plan.named(self._flats))
         self._has_changed = False
@@ -316,7 +316,7 @@ def add_piece(state: dict[str, Any], fields: Mapping[str, Any], arrays: Sequence
 
 
 def difference_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return what is new or has other bits, and the names that are gone."""
+    """Return the entries that are new or differ in bits, and the names that are gone."""
     changed = {name: value for name, value in now.items() if name not in before or not _is_same(before[name], value)}
     return changed, [name for name in before if name not in now]
 

@@ -1,4 +1,4 @@
-"""A process of a job with servers: what it has in common with the others, its connections, and what it does."""
+"""A process of a job with servers: its facts that must agree with the others, its connections, and its role."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Participant:
 
     @property
     def ends_with_run(self) -> bool:
-        """Whether there are processes that end with the first run and that nobody starts again: ranks or servers."""
+        """Whether there are processes that end with the first run and are not restarted: ranks or servers."""
         return self.everyone is not None or self.role.num_servers > 1
 
     @property
@@ -71,7 +71,7 @@ class Participant:
         return max(sum(one.count * one.dtype.itemsize for one in layout) for layout in layouts)
 
     def facts(self, source: IndexedSource) -> list[str]:
-        """Return what servers and workers must have in common, in lines."""
+        """Return lines that must be equal in servers and workers."""
         from mpitrain import __version__
 
         state, scale = source.state(), "with" if self.adapter.loss_scale else "without"
@@ -90,7 +90,7 @@ class Participant:
 
     @property
     def patience(self) -> Patience:
-        """With other processes."""
+        """The time limits for other processes."""
         config = self.world.config
         return Patience(stall_seconds=config.stall_seconds, hang_seconds=config.hang_seconds, say=self.say)
 
@@ -140,7 +140,7 @@ def first_server(
 
 
 def tell_division(role: Role, adapter: Adapter) -> NoReturn:
-    """Write how the servers divide the parameters, a text for each, and end this process: `--dry-run` asks so."""
+    """Write how the servers divide the parameters, a text for each, and end this process, as `--dry-run` requests."""
     _, parameters = divisions_of(adapter, role.num_servers)
     Path(role.division).write_text(json.dumps([size.line() for size in sizes_of(parameters)]))
     with suppress(OSError):
@@ -199,7 +199,7 @@ def serve_part(participant: Participant, data: Any) -> None:
 
 
 class _Place(NamedTuple):
-    """Where a server listens; a number of -1: this rank is no server."""
+    """Where a server listens; number -1: this rank is not a server."""
 
     number: int
     port: str
@@ -208,12 +208,12 @@ class _Place(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """What a server has.
+    """The connections of a server.
 
     Attributes:
         link: for workers, and on the first server for the others.
         first: a list with the link of a shard to the first server; [] for the first server itself.
-        secret: of the servers; "": mpiexec has started all that have their keys.
+        secret: of the servers; "": mpiexec started all processes that have the keys.
     """
 
     link: ServerLink
@@ -236,7 +236,7 @@ def bound(role: Role, everyone: World | None, most_bytes: int) -> Bound:
 
 
 def connected(role: Role, everyone: World | None, most_bytes: int) -> tuple[WorkerLink, LinksToOthers]:
-    """Return the link of a worker to the first server, and what makes those to the others.
+    """Return the link of a worker to the first server, and a function that makes the links to the others.
 
     Collective over `everyone`, with `bound` on the servers.
     """
@@ -245,7 +245,7 @@ def connected(role: Role, everyone: World | None, most_bytes: int) -> tuple[Work
         first = WorkerLink(role.addresses, key, most_bytes, plain=plain)
 
         def beside(ports: Sequence[int]) -> list[WorkerLink]:
-            """Return links to these ports of the host where the first server was found. All servers have its keys."""
+            """Return links to these ports on the host where the first server was found. All servers have its keys."""
             host = f"[{first.host}]" if ":" in first.host else first.host
             places = [f"{host}:{port}" for port in ports]
             targets = [_Target([place], key, f"server {number} at {place}") for number, place in enumerate(places, 1)]
@@ -258,7 +258,7 @@ def connected(role: Role, everyone: World | None, most_bytes: int) -> tuple[Work
 
 
 class _Target(NamedTuple):
-    """A server to connect to: where it may be, the proof, and its name."""
+    """A server to connect to: its possible addresses, its proof, and its name."""
 
     addresses: Sequence[str]
     key: WorkerKey
@@ -273,7 +273,7 @@ def _to_ranks(everyone: World, places: Sequence[_Place], numbers: Sequence[int])
             continue
         if everyone.node_rank == everyone.node_ranks[rank]:
             reached = ["127.0.0.1"]
-        else:  # an address that this host has too, such as that of docker0, leads back to this host
+        else:  # an address that this host also has, such as that of docker0, would lead back to this host
             reached = [address for address in place.addresses if address not in own] + [everyone.hosts[rank]]
         key = parse_key(place.key, f"the key of {everyone.name(rank)}")
         name = f"server {place.number} on {everyone.hosts[rank]} (rank {rank})"
@@ -292,5 +292,5 @@ def _links(targets: Sequence[_Target], most_bytes: int, *, plain: bool = False) 
 
 
 def environment_of(role: Role) -> dict[str, Any] | None:
-    """Return what the launcher has found of code and packages for this process; None: another launcher started it."""
+    """Return the code and packages that the launcher found for this process; None: another launcher started it."""
     return json.loads(Path(role.environment).read_text()) if role.environment else None

@@ -1,4 +1,4 @@
-"""WorkerRegistry: which workers are here, who waits for a unit, who is silent, and who is refused."""
+"""WorkerRegistry: the connected workers, those that wait for a unit, the silent ones, and the refused ones."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from mpitrain.server.wire import Message, Peer
 from mpitrain.server.work_units import ConsistencyMode, WorkQueue
 from mpitrain.server.worker_link import Patience
 
-# In characters: of what a peer has said, this much is kept, printed and sent.
+# The number of characters of a peer's text that are kept, printed and sent.
 MOST_SAID = 2000
 _MOST_OF_NAME = 200
 
 
 @dataclass
 class Member:
-    """A worker that is here.
+    """A connected worker.
 
     Attributes:
         peer: the connection, by which the link and the mode know the worker.
         ticket: a random text, by which all servers know the worker.
         version: of the parameters that it has; -1: none.
-        waits_since: since when it waits for a unit; None: it does not.
-        unit_since: when its unit went out.
+        waits_since: when it began to wait for a unit; None: it does not wait.
+        unit_since: when its unit was handed out.
         unit_clock: the same by WorkerRegistry.clock.
-        is_overdue: its unit has not been answered for `hang_seconds`. The next worker that is free gets it.
-        is_silent: its unit was taken away for that.
+        is_overdue: its unit has not been answered for `hang_seconds`. The next free worker gets it.
+        is_silent: its unit was taken away for that reason.
     """
 
     peer: Peer
@@ -48,18 +48,18 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRules(Patience):
-    """What does not change while a server runs. A unit without an answer for `hang_seconds` goes to another worker.
+    """The fixed settings of a running server. A unit without an answer for `hang_seconds` goes to another worker.
 
     Attributes:
-        life: a random text: an answer to a unit of an earlier server has another one.
-        facts: what every worker must have in common with the server, in lines.
+        life: a random text; an answer to a unit of an earlier server has a different one.
+        facts: lines that must be equal in every worker and the server.
         environment: code and packages, which workers must have too, from launch.served.environment_here; None: they are
             not compared.
         optimizer: class and settings, which other servers must have in common; "": there are none.
-        secret: which other servers must have, and workers have not.
+        secret: a secret of the servers, which workers do not have.
         corrects_staleness: the learning rate is divided by the staleness.
-        expected: the number of workers that will surely come. The first units go out when they are here, so that a run
-            in mode "sync" has the same bits each time. At the end, each of them is told.
+        expected: the number of workers that will certainly connect. The first units are handed out when all of them are
+            connected, so that a run in mode "sync" is bitwise reproducible. At the end, each of them is told.
     """
 
     life: str
@@ -90,15 +90,16 @@ class WorkerRegistry:
         self._moved = self._said = self.clock()
 
     def clock(self) -> float:
-        """The time by which silence is measured, in seconds. It stops while the server does other things."""
+        """The clock, in seconds, by which silence is measured. It stops while the server does other things."""
         return self.rules.now() - self._away_seconds
 
     def was_away(self, seconds: float) -> None:
-        """Take in that the server has read no messages for so long, because it did other things."""
+        """Note that the server has read no messages for this time, because it did other things."""
         self._away_seconds += seconds
 
     def join(self, message: Message, ports: Sequence[int]) -> None:
-        """Take in a worker, or refuse it. A worker that is here has lost the welcome, or its unit, and begins again.
+        """Accept a worker, or refuse it. An already connected worker has lost the welcome or its unit, and begins
+        again.
 
         `ports`: of the other servers.
         """
@@ -132,11 +133,11 @@ class WorkerRegistry:
         self._link.send(peer, "welcome", told)
 
     def with_ticket(self, ticket: Any) -> Member | None:
-        """Return the worker that is here and has this ticket."""
+        """Return the connected worker with this ticket."""
         return next((one for one in self.here.values() if one.ticket == ticket), None)
 
     def leave(self, peer: Hashable, why: str) -> None:
-        """Take in that a worker is gone. Its unit goes to another one."""
+        """Remove a worker that is gone. Its unit goes to another one."""
         member = self.here.pop(peer, None)
         if member is None:
             return
@@ -145,13 +146,13 @@ class WorkerRegistry:
         self.rules.say(f"{member.stats.name} has gone ({why}); {len(self.here)} here")
 
     def dismiss(self, member: Member, problem: str) -> None:
-        """End a worker that cannot be worked with."""
+        """Dismiss a worker that cannot be used."""
         problem = problem[:MOST_SAID]
         self._link.send(member.peer, "refused", {"text": f"the server dismisses {member.stats.name}: {problem}"})
         self.leave(member.peer, problem)
 
     def ask(self, member: Member, fields: Mapping[str, Any], newest: int) -> None:
-        """Take in that a worker asks for a unit. It repeats that while it waits, and learns that the server is there.
+        """Note that a worker asks for a unit. It repeats this while it waits, and so learns that the server is alive.
 
         Args:
             fields: of the message, with the version of the parameters that the worker has.
@@ -169,12 +170,13 @@ class WorkerRegistry:
             member.version = version if isinstance(version, int) and version <= newest else -1
 
     def waiting(self) -> list[Member]:
-        """Return the workers that wait for a unit, those first that have waited longest."""
+        """Return the workers that wait for a unit, longest wait first."""
         waiting = [one for one in self.here.values() if one.waits_since is not None]
         return sorted(waiting, key=lambda one: one.waits_since or 0.0)
 
     def take_overdue(self) -> bool:
-        """Take the unit of the worker that is silent for longest, for one that is free. False: nobody is silent."""
+        """Take away the unit of the worker that has been silent for longest, for a free worker. False: none is
+        silent."""
         overdue = [one for one in self.here.values() if one.is_overdue]
         if not overdue:
             return False
@@ -184,20 +186,19 @@ class WorkerRegistry:
         return True
 
     def move(self) -> None:
-        """Take in that an answer has come."""
+        """Note that an answer has arrived."""
         self._moved = self.clock()
 
     @property
     def quiet_seconds(self) -> float:
-        """For how long no answer has come although units are out."""
+        """For how long no answer has arrived although units are handed out."""
         return self.clock() - self._moved if self.queue.out() else 0.0
 
     def look_at_the_clock(self, silent_servers: Sequence[str] = ()) -> None:
-        """Note whose units others may have, and say for whom the server waits.
+        """Note the overdue units, which other workers may get, and print for whom the server waits.
 
         Args:
-            silent_servers: those of the further servers that do not answer. What workers have not done by now, these
-                may hold up.
+            silent_servers: the further servers that do not answer. They may be the reason that workers are late.
         """
         now, rules = self.clock(), self.rules
         out = self.queue.out()
@@ -226,7 +227,7 @@ class WorkerRegistry:
 def difference(given: Any, expected: Sequence[str]) -> str:
     """Return the first difference between what a peer and the server train; "" if there is none."""
     if not isinstance(given, list):
-        return "it does not say what it trains; is its version of mpitrain the server's?"
+        return "it does not report what it trains; does it have the server's version of mpitrain?"
     for line, own in zip(given, expected, strict=False):
         if line != own:
             return f"it has {str(line)[:300]!r}, the server {own!r}; start it with the server's script and arguments"
@@ -235,7 +236,7 @@ def difference(given: Any, expected: Sequence[str]) -> str:
     return ""
 
 
-# However many peers are rejected, and however often.
+# The limit, however many peers are rejected, and however often.
 _EVERY_SECONDS = 10.0
 
 
@@ -248,12 +249,12 @@ class RejectedPeers:
         self._why = ""
 
     def leave(self, why: str) -> None:
-        """Take in that a peer that has not joined is gone. Only one that was sent away counts."""
+        """Note that a peer that had not joined is gone. Only one that was rejected counts."""
         if why != ENDED:
             self._others, self._why = self._others + 1, why
 
     def look(self) -> None:
-        """Say what has not been said, unless a line was printed in the last seconds."""
+        """Print what has not been reported yet, unless a line was printed in the last seconds."""
         keys = self._link.refused - self._known
         if not (keys or self._others) or self._now() - self._said < _EVERY_SECONDS:
             return

@@ -1,15 +1,15 @@
 """Who may connect to a server, and who can read what is sent.
 
-Keys: a process with the worker's key may join; all other messages are dropped. The keys are those of CURVE (Curve25519,
-https://rfc.zeromq.org/spec/26/): both sides prove who they are before anything else is read, and all bytes are
-encrypted. All workers of a job have the same key.
+Keys: a process with the workers' key may join; messages of all other processes are dropped. The keys are those of CURVE
+(Curve25519, https://rfc.zeromq.org/spec/26/): both sides prove who they are before anything else is read, and all bytes
+are encrypted. All workers of a job have the same key.
 
 Tokens: the servers of a run have a common secret. A worker gets a token with each work unit, and shows it to further
-servers with each pull and push. So it cannot have a server keep gradients of units that it never got. Where servers are
+servers with each pull and push. So it cannot make a server keep gradients of units that it never got. Where servers are
 processes of `mpitrain serve`, they have another secret from their keys, and a further server shows the first one a
-token of that. So a worker, which has only its own key, cannot be taken for a server.
+token of that. So a worker, which has only its own key, cannot pose as a server.
 
-Connections without encryption are allowed only where nobody else can read them: on this machine, or in a tunnel.
+Connections without encryption are allowed only where no one else can read them: on this machine, or in a tunnel.
 Encryption takes time, which counts on networks of 10 Gbit/s. A tunnel encrypts in the kernel, or with several cores.
 A worker still has to prove that it has the key, by a password that follows from it.
 """
@@ -49,7 +49,7 @@ class WorkerKey:
 
     @property
     def text(self) -> str:
-        """The key as 88 letters, digits, "-" and "_", which a shell leaves alone. It is a secret."""
+        """The key as 88 letters, digits, "-" and "_", which need no quoting in a shell. It is a secret."""
         both = self.server_public + self.worker_secret
         return base64.urlsafe_b64encode(both + _check(both)).decode()
 
@@ -60,7 +60,7 @@ class WorkerKey:
 
     @property
     def password(self) -> bytes:
-        """What proves this key on a connection without encryption, as text. The key does not follow from it."""
+        """A text that proves this key on a connection without encryption. The key cannot be derived from it."""
         return hmac.new(self.server_public + self.worker_secret, b"mpitrain plain", "sha256").hexdigest().encode()
 
 
@@ -92,10 +92,10 @@ def parse_key(text: str, source: str) -> WorkerKey:
     """Return the key that `WorkerKey.text` was.
 
     Args:
-        source: where the text is from, for the error.
+        source: the origin of the text, for the error.
 
     Raises:
-        ConfigError: the text is no key.
+        ConfigError: the text is not a key.
     """
     text = text.strip()
     try:
@@ -105,21 +105,22 @@ def parse_key(text: str, source: str) -> WorkerKey:
     keys, check = both[: 2 * _KEY_BYTES], both[2 * _KEY_BYTES :]
     if len(keys) != 2 * _KEY_BYTES or not hmac.compare_digest(check, _check(keys)):
         raise ConfigError(
-            f"{source} is no key: {len(text)} characters came, and a key has 88 that fit together; copy the whole line "
+            f"{source} is not a key: it has {len(text)} characters, and a key has 88 with a checksum; copy the "
+            "whole line "
             "that `mpitrain serve` prints"
         )
     return WorkerKey(keys[:_KEY_BYTES], keys[_KEY_BYTES:])
 
 
 def key_file(port: int) -> Path:
-    """Return where the keys of the user's server at this port are. Machines with a common home folder share them."""
+    """Return the file with the keys of the user's server at this port. Machines with a common home folder share it."""
     return state_folder() / f"serve-{port}.key"
 
 
 def keys_of(path: Path) -> ServerKeys:
-    """Return the keys in a file, which is made, for this user's eyes alone, if it is not there.
+    """Return the keys in a file. A missing file is created, readable by this user only.
 
-    So a server that is started again has the keys that its workers know.
+    So a restarted server has the keys that its workers know.
 
     Raises:
         ConfigError: the file cannot be read or made, is no key file, or others may read it.
@@ -152,12 +153,12 @@ def read_keys(path: Path) -> ServerKeys:
     except ValueError:  # a ConfigError is one
         fits = False
     if not fits:
-        raise ConfigError(f"{path} is no file with a server's keys; remove it, and new keys are made: rm {path}")
+        raise ConfigError(f"{path} is not a file with a server's keys; remove it, and new keys are made: rm {path}")
     return keys
 
 
 def _write(path: Path, keys: ServerKeys) -> None:
-    """Write the file at once and whole. If another process has made it meanwhile, that one stays."""
+    """Write the file atomically. If another process has created it in the meantime, that file stays."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)  # with mode 600
@@ -216,7 +217,7 @@ def server_token(secret: str, number: Any) -> str:
 
 
 def has_token(secret: str, fields: Mapping[str, Any]) -> bool:
-    """Whether a message shows the token of the unit that it names. Nothing in it is trusted."""
+    """Whether a message has the token of the unit that it names. Its content is not trusted."""
     ticket, number, shown = fields.get("ticket"), number_in(fields, "number"), fields.get("token")
     if not isinstance(ticket, str) or not isinstance(shown, str):
         return False
@@ -234,7 +235,7 @@ _ALLOWED = (
 
 
 def address_of(interface: str) -> str:
-    """Return the IPv4 address of an interface whose connections nobody else can read.
+    """Return the IPv4 address of an interface whose connections no one else can read.
 
     Raises:
         ConfigError: it is another kind of interface, there is none of this name, or it has no address.
@@ -250,22 +251,22 @@ def address_of(interface: str) -> str:
 
 
 def check_way(host: str) -> None:
-    """Refuse a server that this machine would reach over a network that others can read, by any of its addresses.
+    """Refuse a server if any of its addresses is reached over a network that others can read.
 
     Raises:
-        ConfigError: the way to an address of `host` is such a network; or there is no way, or no address.
+        ConfigError: the route to an address of `host` uses such a network; or there is no route, or no address.
     """
     try:
         answers = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
     except OSError as error:
-        raise ConfigError(f"--plain: there is no way to {host}: {error.strerror}; is the name right?") from None
+        raise ConfigError(f"--plain: there is no route to {host}: {error.strerror}; is the name right?") from None
     for answer in answers:
         if not way_to(ip := str(answer[4][0])):
-            raise ConfigError(f"--plain: there is no way to {host} ({ip}); see `ip route get {ip}`")
+            raise ConfigError(f"--plain: there is no route to {host} ({ip}); see `ip route get {ip}`")
 
 
 def way_to(ip: str) -> str:
-    """Return the interface by which this machine reaches an address; "" if there is no way now.
+    """Return the interface by which this machine reaches an address; "" if there is no route now.
 
     Raises:
         ConfigError: others can read what goes over this interface.
@@ -295,7 +296,8 @@ def _check_tunnel(interface: str) -> None:
         raise ConfigError(f"--plain {interface}: there is no such interface; there are {', '.join(known)}; {_ALLOWED}")
     if not _is_tunnel(interface):
         raise ConfigError(
-            f"--plain: {interface} is no tunnel, so others could read and change what is sent; {_ALLOWED}. Leave out "
+            f"--plain: {interface} is not a tunnel, so others could read and change what is sent; {_ALLOWED}. "
+            "Leave out "
             "--plain, and all bytes are encrypted"
         )
 

@@ -38,10 +38,10 @@ _DOMAIN = b"mpitrain"
 
 
 class Authenticator:
-    """Lets in the peers that have the workers' key: ZeroMQ asks it before it reads anything else of a peer.
+    """Admits the peers that have the workers' key: ZeroMQ asks it before it reads anything else from a peer.
 
     It speaks ZAP (https://rfc.zeromq.org/spec/27/), within the process. It answers while the server receives: a peer
-    that comes during a long computation of the server waits.
+    that connects during a long computation of the server waits.
 
     Attributes:
         socket: has a question when it can be read.
@@ -69,7 +69,7 @@ class Authenticator:
             self.socket.send_multipart([version, number, status, text, b"", b""])
 
     def close(self) -> None:
-        """Close; nobody can come in any more."""
+        """Close; no further peer is admitted."""
         self.socket.close()
 
     def _knows(self, mechanism: bytes, credentials: list[bytes]) -> bool:
@@ -79,7 +79,7 @@ class Authenticator:
 
 
 def require_proof(socket: Socket, keys: ServerKeys, *, plain: bool) -> None:
-    """Let a server's socket ask for proofs, before it is bound. Both sides must be `plain`, or neither."""
+    """Make a server's socket ask for proofs, before it is bound. Both sides must be `plain`, or neither."""
     zmq = the_zmq()
     socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -107,9 +107,10 @@ _BACKLOG = 512
 
 
 class ServerLink:
-    """Receives what workers send, and notices when they go: a connection's end at once, a lost host by its silence.
+    """Receives messages of workers, and notices when they are gone: the end of a connection at once, a lost host by
+    silence.
 
-    A peer proves that it has the workers' key before anything else of it is read. For one thread.
+    A peer proves that it has the workers' key before anything else from it is read. For use by one thread.
 
     Attributes:
         address: HOST:PORT where the server listens.
@@ -132,7 +133,7 @@ class ServerLink:
             most_bytes: the most bytes of arrays in a message.
             plain: "": all bytes are encrypted. Or the network interface to which this link is confined, without
                 encryption; see server.security for those that are allowed.
-            silence_seconds: a peer that gives no sign of life for so long has gone.
+            silence_seconds: a peer without a heartbeat for this time is gone.
 
         Raises:
             ConfigError: pyzmq is missing, or nothing can listen at this address.
@@ -168,7 +169,7 @@ class ServerLink:
 
     @property
     def sockets(self) -> list[Socket]:
-        """Those that can be read when something has come, for wire.wait_for."""
+        """The sockets that become readable when something has arrived, for wire.wait_for."""
         return [self._socket, self._changes.socket, self._authenticator.socket]
 
     @property
@@ -182,9 +183,9 @@ class ServerLink:
         return self._authenticator.refused_from
 
     def receive(self, seconds: float) -> list[Event]:
-        """Return what has come, in the order of coming. Wait up to `seconds` for the first event.
+        """Return what has arrived, in order. Wait up to `seconds` for the first event.
 
-        Messages of a peer come before the news that it has gone. What it sends later comes from another peer.
+        Messages of a peer come before the event that it is gone. What it sends later comes from another peer.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -200,7 +201,7 @@ class ServerLink:
         """Send a message, or nothing if the peer has gone. The arrays are copied before this returns.
 
         Raises:
-            WireError: the message cannot be sent to anybody.
+            WireError: the message cannot be sent at all.
         """
         self._serial = (self._serial + 1) % 2**32
         for frame in frames(self._serial, kind, fields, arrays):
@@ -212,14 +213,14 @@ class ServerLink:
                 raise
 
     def close(self) -> None:
-        """Close all connections. What was sent is delivered before, for some seconds at most."""
+        """Close all connections. Sent messages are delivered first, for some seconds at most."""
         self._changes.close()
         self._socket.close()
         self._authenticator.close()
         self._context.term()
 
     def _look(self) -> None:
-        """Take in what has come by now: first who has gone, then messages, as those may be of peers that have gone."""
+        """Process what has arrived: first the peers that are gone, then messages, which may be from such peers."""
         self._authenticator.answer()
         while True:
             for kind, descriptor in self._changes.take():

@@ -1,4 +1,4 @@
-"""ShardServer is a further server: it serves its shard of the parameters to workers, and does what the first one says.
+"""ShardServer is a further server: it serves its shard of the parameters to workers, and follows the first server.
 
 worker:  pull ─> parameters   push (a part of the gradients) ─> the first server hears of it: have
 """
@@ -33,7 +33,7 @@ class _RunOverError(Exception):
 
 
 class ShardServer:
-    """A further server. It decides nothing, and does what the first one says; server.shards has the other side."""
+    """A further server. It makes no decisions, and follows the first server; server.shards has the other side."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ShardServer:
         adapter.update_only(self._number, num_servers, self._norm_of_all)
 
     def serve(self) -> None:
-        """Serve until the first server says that the run is over.
+        """Serve until the first server reports that the run is over.
 
         Raises:
             LaunchError: the first server does not come, or is gone.
@@ -98,7 +98,7 @@ class ShardServer:
     # -- the first server -----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Say hello until the first server has told what the parameters are. No worker is listened to before."""
+        """Send hello until the first server has sent the parameters. Workers are not served before that."""
         silence, told = Silence(self._first, self._patience), -1
         while not self._life:
             if not self._connections and told != self._first.connections:  # what was sent without one is lost
@@ -110,7 +110,7 @@ class ShardServer:
                 self._commands[message.kind](message.fields, message.arrays)
 
     def _hear(self, seconds: float) -> Message | None:
-        """Return the next message of the first server. One that is lost with a connection would be an update."""
+        """Return the next message of the first server. A message lost with a connection might be an update."""
         message, first = self._first.receive(seconds), self._first
         if message is not None:
             self._connections = self._connections or first.connections
@@ -150,7 +150,7 @@ class ShardServer:
         self._tell("state", {})
 
     def _tell(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Send the first server a message, and with each what this server has taken in and sent out so far."""
+        """Send the first server a message, with the bytes that this server has received and sent so far."""
         self._first.send(kind, {**fields, "bytes": asdict(self._bytes)})
 
     def _norm_of_all(self, norm: float) -> float:

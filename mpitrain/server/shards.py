@@ -4,7 +4,7 @@
     shard:       shard ─>              have (a part of an answer) ...          ─> pieces, state ─> bye
 
 All shards get the same messages in the same order, so they have the same versions. Each has the whole model, and
-updates its part. Where hooks read the model, the first server fetches the parts; what hooks change goes back.
+updates its part. If hooks read the model, the first server fetches the parts; changes by hooks are sent back.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from mpitrain.server.status import ByteCounts
 from mpitrain.server.wire import Message, Peer
 
 _LOOK_SECONDS = 0.5
-# How long no answer comes before the servers are asked whether they are there, and the time between two questions.
+# The time without an answer after which the servers are asked whether they are alive, and the time between two
+# questions.
 _ASK_SECONDS = 1.0
 # In one message, whose header has at most wire.MOST_HEADER_BYTES. An answer takes less than 100 of them.
 _MOST_ANSWERS = 10_000
 
 
 class Shards:
-    """The first server's own shard, and the further servers that have the others; there may be none.
+    """The first server's own shard, and the further servers with the other shards, if any.
 
     Attributes:
         own: the shard of the first server.
         num: how many further servers there are.
-        is_apart: an error has come before all servers had done the same, or one of them is gone.
+        is_apart: an error occurred before all servers had done the same, or one of them is gone.
         rejected_peers: counts peers that are sent away.
     """
 
@@ -92,23 +93,23 @@ class Shards:
 
     @property
     def ports(self) -> list[int]:
-        """Where the further servers listen, each on its host, in their order. All have come."""
+        """Where the further servers listen, each on its host, in order. All must be connected."""
         return [self._ports[number] for number in range(1, 1 + self.num)]
 
     def parts(self) -> list[dict[str, Any]]:
-        """Return what each server has, and what has gone in and out there; [] if there is one."""
+        """Return the part of each server, and its traffic; [] if there is one server."""
         rows = zip(self._all_names(), self._sizes, self._byte_counts, strict=True) if self.num else ()
         return [{"name": name, **asdict(size), **asdict(counts)} for name, size, counts in rows]
 
     def heard(self, message: Message) -> int:
-        """Take in that a message has come from one of the servers. Return its number."""
+        """Note that a message has come from one of the servers. Return the server's number."""
         number = self._peers[message.peer]
         if "bytes" in message.fields:
             self._byte_counts[number] = ByteCounts(**message.fields["bytes"])
         return number
 
     def lose(self, peer: Peer, why: str) -> NoReturn:
-        """Take in that one of the servers is gone.
+        """Note that one of the servers is gone.
 
         Raises:
             LaunchError: always.
@@ -117,7 +118,7 @@ class Shards:
         raise self._lost(f"{name} is gone ({why}), and its part of the parameters with it")
 
     def look(self, now: float, quiet_seconds: float) -> list[str]:
-        """Ask the further servers whether they are there while no answer of a worker comes.
+        """Ask the further servers whether they are alive while no worker answers.
 
         A worker that does not answer may be slow, or may wait for a server that does not answer it.
 
@@ -143,13 +144,13 @@ class Shards:
         for number, seconds in silent.items():
             if self._rules.hang_seconds and seconds > self._rules.hang_seconds:
                 raise self._lost(
-                    f"{self._names[number]} has not been heard of for {seconds:.0f} s (MPITRAIN_HANG_SECONDS), and no "
-                    "answer of a worker is whole without it"
+                    f"{self._names[number]} has not been heard from for {seconds:.0f} s "
+                    "(MPITRAIN_HANG_SECONDS), and no answer of a worker is complete without it"
                 )
         return [self._names[number] for number in silent]
 
     def gather(self) -> None:
-        """Wait until all servers are here.
+        """Wait until all servers are connected.
 
         Raises:
             LaunchError: one of them is gone, or does not come.
@@ -174,7 +175,7 @@ class Shards:
     # -- what all of them do --------------------------------------------------------------------------------------
 
     def begin(self, carried: Mapping[numpy.dtype, numpy.ndarray]) -> None:
-        """Give all servers the parameters, the optimizer's state, and what is carried. `gather` comes before.
+        """Send all servers the parameters, the optimizer's state, and the carried values. Call `gather` first.
 
         Args:
             carried: flat buffers that are added to the gradients of the first update.
@@ -188,7 +189,7 @@ class Shards:
         self._settle({number: (self._part(number), []) for number in self._peers.values()})
 
     def note_changes(self) -> None:
-        """Take in what the last update and the hooks after it have changed. No unit goes out before that."""
+        """Note the changes of the last update and of the hooks after it. No unit is handed out before this."""
         differences = {number: difference_of(state, self._part(number)) for number, state in self._fetched.items()}
         changes = {number: (changed, gone) for number, (changed, gone) in differences.items() if changed or gone}
         self._fetched, self._is_fetched = {}, False
@@ -260,15 +261,15 @@ class Shards:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Inside, all servers do the same.
+        """A block in which all servers do the same.
 
         Raises:
             LaunchError: `is_apart`.
         """
         if self.is_apart:
             raise self._lost(
-                f"{self._name} has old parts of the model: another server is gone, or an error has come before all of "
-                "them had done the same"
+                f"{self._name} has outdated parts of the model: another server is gone, or an error occurred "
+                "before all of them had done the same"
             )
         self.is_apart = True
         yield
@@ -310,10 +311,10 @@ class Shards:
         return messages
 
     def _try_to_wait(self, kind: str, numbers: Collection[int], purpose: str, seconds: float) -> None:
-        """Wait for such messages when the run has ended: what fails now is said, and changes nothing."""
+        """Wait for such messages when the run has ended: failures are reported, and change nothing."""
         try:
             _, late = self._hear(kind, numbers, purpose, seconds)
-            problem = f"{late} has not been heard of for {seconds:.0f} s" if late else ""
+            problem = f"{late} has not been heard from for {seconds:.0f} s" if late else ""
         except (ConfigError, LaunchError) as error:
             problem = str(error)
         if problem:
@@ -363,14 +364,14 @@ class Shards:
         return messages, ""
 
     def _joins(self, message: Message) -> bool:
-        """Take in a server that has come. False: the peer has the key of a worker, and is no server."""
+        """Accept a server that has connected. False: the peer has a worker's key, and is not a server."""
         fields = message.fields
         number = fields.get("server")
         shown = str(fields.get("token")).encode()
         if not hmac.compare_digest(shown, server_token(self._rules.secret, number).encode()):
             said = f"says that it is server {str(number)[:100]}"
-            self.rejected_peers.leave(f"it {said}, and has not the proof of one")
-            text = f"a peer that is no server of this job {said}; it is refused"
+            self.rejected_peers.leave(f"it {said}, but does not have the proof")
+            text = f"a peer that is not a server of this job {said}; it is refused"
             self._link.send(message.peer, "refused", {"text": text})
             return False
         if type(number) is not int or not 1 <= number <= self.num or number in self._names:
@@ -393,7 +394,7 @@ class Shards:
         return LostServerError(f"{text}. Start the job again: it resumes from the newest checkpoint")
 
     def _absent(self) -> set[int]:
-        """The numbers of the servers that have not come yet."""
+        """The numbers of the servers that have not connected yet."""
         return set(range(1 + self.num)) - self._names.keys()
 
     def _frames(self) -> dict[int, int]:

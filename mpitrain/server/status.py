@@ -1,4 +1,4 @@
-"""What a server has seen, in numbers, and what `mpitrain ps` shows of it: workers, queue, staleness, bytes."""
+"""The statistics of a server, and what `mpitrain ps` shows of them: workers, queue, staleness, bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # A text of 100 workers takes 0.5 ms.
 _EVERY_SECONDS = 1.0
-# The speed is that between this many looks, each a second or more after the one before, with new answers.
+# The speed is measured over this many samples, each a second or more after the previous one, with new answers.
 _LOOKS = 11
 # A run may have many workers that are gone. Those that joined last are shown, the others only in the sum.
 _MOST_GONE = 100
@@ -23,7 +23,7 @@ _MOST_GONE = 100
 
 @dataclass
 class WorkerStats:
-    """What one worker has done.
+    """The statistics of one worker.
 
     Attributes:
         name: as in messages, such as "worker 2 on lab1".
@@ -31,7 +31,7 @@ class WorkerStats:
         units, samples: answers that were used, and their samples.
         dropped, refused: answers that came too late, and answers that could not be used.
         seconds: from the moment in which a unit went out until its answer came, over all answers that were used.
-        waited_seconds: in which it had no unit, before each of its units.
+        waited_seconds: the time without a unit, before each of its units.
         pulled_bytes, pushed_bytes: of parameters and gradients, without headers.
         is_here: the worker has not gone.
     """
@@ -64,7 +64,7 @@ class ByteCounts:
 
 @dataclass
 class ServerStats:
-    """What has happened in one life of a server.
+    """The statistics of one life of a server.
 
     Attributes:
         workers: all that have joined, also those that are gone.
@@ -89,7 +89,7 @@ class ServerStats:
         return sum(one.pulled_bytes for one in self.workers)
 
     def plain(self) -> dict[str, Any]:
-        """Return all numbers, as JSON can hold them."""
+        """Return all numbers, as JSON values."""
         workers = [{**asdict(one), "samples_per_second": one.samples_per_second} for one in self.workers]
         return {
             "workers": workers,
@@ -127,7 +127,7 @@ class ServerStatus:
         self._activity, self._stage, self._has_failed = own_activity(), "runs", False
 
     def show(self) -> None:
-        """Publish the state, unless that was done a moment ago and nobody has come or gone since."""
+        """Publish the state, unless that was done a moment ago and no worker has joined or left since."""
         now, registry = self._now(), self._registry
         there = len(registry.stats.workers), len(registry.here)
         if self._activity is not None and (now - self._written >= _EVERY_SECONDS or there != self._shown):
@@ -135,7 +135,7 @@ class ServerStatus:
             self._activity.serve(self._facts(now))
 
     def enter(self, stage: Literal["leaves", "over"], *, has_failed: bool) -> None:
-        """Publish that the run is over, or has failed: workers hear of it, or all have gone."""
+        """Publish that the run is over or has failed: workers are being told, or all have left."""
         self._stage, self._has_failed, self._written = stage, has_failed, float("-inf")
         self.show()
 
@@ -193,7 +193,7 @@ def _sums(all_stats: Collection[WorkerStats]) -> dict[str, int]:
 
 
 def _doing(member: Member, busy: Collection[object], now: float) -> dict[str, Any]:
-    """Return what a worker does, and for how long; no time for one that has not asked for a unit yet."""
+    """Return what a worker is doing, and for how long; no time for one that has not asked for a unit yet."""
     if member.waits_since is not None:
         return {"state": "waits", "seconds": now - member.waits_since}
     if member.is_overdue or member.is_silent:

@@ -1,12 +1,13 @@
 """Messages between servers and workers, and the ZeroMQ sockets that carry them.
 
-A message is a row of frames: a header of JSON, then the bytes of arrays. It is never a pickle.
+A message is a sequence of frames: a JSON header, then the bytes of arrays. It is never a pickle.
 
     first frame:   serial, 0, magic, JSON: {"kind": "unit", "fields": {...}, "arrays": [["float32", [3, 4]], ...]}
     other frames:  serial, 1 2 3 ..., at most CHUNK_BYTES of the arrays' bytes, one after the other, each aligned
 
-Each frame travels alone. So a link may bound the size of a frame, and still carry any array; another message (a
-heartbeat, say) does not wait for the end of a large one; and all memory is taken by a header that has been checked.
+Each frame is sent separately. So a link can bound the size of a frame, and still carry any array; another message, such
+as a heartbeat, does not wait for the end of a large one; and memory is allocated only for a header that has been
+checked.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CHUNK_BYTES = 2**18
 MOST_HEADER_BYTES = 2**22
 # The largest frame of all.
 MOST_FRAME_BYTES = MOST_HEADER_BYTES + 64
-# In the machine's own byte order, as the arrays are: a machine of the other order is refused.
+# In the machine's own byte order, like the arrays: a machine with the other order is refused.
 _PREFIX = struct.Struct("=II")
 _MAGIC = struct.pack("=I", 0x4D545701)
 _ALIGNMENT = 64
@@ -53,7 +54,7 @@ DTYPES = {name: numpy.dtype(name) for name in _NAMES.split()} | {"bfloat16": num
 
 @dataclass(frozen=True)
 class Message:
-    """What came.
+    """A received message.
 
     Attributes:
         peer: the connection that it came from; b"" for a worker, which has only one.
@@ -68,7 +69,7 @@ class Message:
 
 
 def number_in(fields: Mapping[str, Any], name: str) -> int:
-    """Return a whole number among the fields of a message; -1: there is none. Nothing in it is trusted."""
+    """Return a whole number from the fields of a message; -1: there is none. The message is not trusted."""
     value = fields.get(name)
     return value if type(value) is int else -1  # True is an int for isinstance
 
@@ -77,9 +78,9 @@ def frames(serial: int, kind: str, fields: Mapping[str, Any], arrays: Sequence[n
     """Yield the frames of a message. The arrays are read until the last frame is there.
 
     Args:
-        serial: other than that of the message before on this connection.
+        serial: different from that of the previous message on this connection.
         kind: of the message.
-        fields: what JSON can hold, with text as keys.
+        fields: JSON values, with text as keys.
         arrays: of any shapes and strides, of the dtypes of DTYPES.
 
     Raises:
@@ -104,7 +105,7 @@ def frames(serial: int, kind: str, fields: Mapping[str, Any], arrays: Sequence[n
 
 
 def _chunks(flats: Sequence[numpy.ndarray]) -> Iterator[list[memoryview]]:
-    """Yield what goes into each frame: parts of the flat arrays, CHUNK_BYTES in all but the last."""
+    """Yield the content of each frame: parts of the flat arrays, CHUNK_BYTES in all but the last."""
     parts: list[memoryview] = []
     room = CHUNK_BYTES
     for flat in flats:
@@ -121,7 +122,7 @@ def _chunks(flats: Sequence[numpy.ndarray]) -> Iterator[list[memoryview]]:
 
 
 class MessageAssembly:
-    """Puts together what comes on one connection.
+    """Assembles messages from the frames of one connection.
 
     A connection may break in the middle of a message, and the rest come on the next one. Such frames are dropped.
     """
@@ -136,10 +137,10 @@ class MessageAssembly:
         self._bytes = numpy.empty(0, numpy.uint8)
 
     def take(self, frame: memoryview, peer: Peer) -> Message | None:
-        """Take in a frame. Return the message that is complete now, if one is.
+        """Add a frame. Return the message that it completes, if any.
 
         Raises:
-            WireError: this is no frame of a message, or the message would be too large. No memory was taken for it.
+            WireError: the frame is malformed, or the message would be too large. No memory was allocated for it.
         """
         if not _PREFIX.size <= frame.nbytes <= MOST_FRAME_BYTES:
             raise WireError(f"a frame has {frame.nbytes} bytes; allowed are {_PREFIX.size} to {MOST_FRAME_BYTES}")
@@ -225,7 +226,7 @@ def _array(entry: Any, most_bytes: int) -> tuple[numpy.dtype, tuple[int, ...]]:
     return dtype, tuple(shape)
 
 
-# A peer that is silent for so long has gone. Both sides send signs of life four times as often, from a thread of ZeroMQ
+# A peer that is silent for this long is gone. Both sides send heartbeats four times as often, from a thread of ZeroMQ
 # that no computation delays.
 SILENCE_SECONDS = 10.0
 # What a socket that is closed may still send.
@@ -255,10 +256,10 @@ def the_zmq() -> ModuleType:
 
 
 def make_socket(context: zmq.Context[Socket], kind: int, silence_seconds: float, most_bytes: int) -> Socket:
-    """Return a socket for messages of server.wire with so many bytes of arrays. It proves nothing yet.
+    """Return a socket for messages of server.wire with at most this many bytes of arrays. It has no proofs yet.
 
-    A message of each peer, and some questions, may wait until they are read. Then TCP stops the peer. Signs of life
-    come behind what waits, so a program that computes for long before it reads must not stop them.
+    A message of each peer, and some questions, may wait until they are read. Then TCP stops the peer. Heartbeats queue
+    behind waiting messages, so a program that computes for long before it reads must not block them.
     """
     zmq = the_zmq()
     made: Socket = context.socket(kind)
@@ -288,7 +289,7 @@ class SocketEvents:
         watched.monitor(address, kinds)
         self.socket: Socket = context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
-        # ZeroMQ's thread must never wait until somebody reads an event.
+        # ZeroMQ's thread must never wait until an event is read.
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.connect(address)
 
@@ -316,16 +317,16 @@ def wait_for(sockets: Iterable[Socket], seconds: float) -> None:
 
 
 def cannot_listen(address: str, error: OSError) -> ConfigError:
-    """Return the error that says why nothing can listen at HOST:PORT, and what to do."""
+    """Return the error that explains why nothing can listen at HOST:PORT, and what to do."""
     host, _, port = address.rpartition(":")
     text = f"nothing can listen at {address}: {error.strerror}"
     if error.errno == errno.EADDRINUSE:
         text = (
-            f"port {port} is in use on this machine, by another server perhaps; take another one, --port PORT, or end "
+            f"port {port} is in use on this machine, perhaps by another server; use another one (--port PORT), or end "
             f"the program that listens there: ss -ltnp sport = :{port}"
         )
     elif error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        text = f"{host} is no address of this machine; `ip -brief address` shows those that are"
+        text = f"{host} is not an address of this machine; `ip -brief address` shows those that are"
     elif error.errno == errno.EACCES:
-        text = f"this user may not listen at port {port}; take one from 1024 to 65535"
+        text = f"this user may not listen at port {port}; use one from 1024 to 65535"
     return ConfigError(text)

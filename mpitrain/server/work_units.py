@@ -1,13 +1,13 @@
-"""Which samples a worker gets next, and which gradients make an update: the work queue and its consistency modes.
+"""The work queue, which hands out samples to workers, and its consistency modes, which decide on updates.
 
     order of an epoch  |  used  | unit 7: worker b | used | free | unit 9: held |   not cut yet   |
                        0                                                    cursor
 
-A work unit is some samples for one worker. Every sample is in one place: free, at a worker, or answered and not used
-yet. A checkpoint keeps the cursor, and all before the cursor that is not used.
+A work unit is some samples for one worker. Every sample is in one of three states: free, at a worker, or answered and
+not used yet. A checkpoint keeps the cursor, and all unused samples before it.
 
-There is one class for each mode of a ParameterServer. It knows neither sockets nor clocks. It sees a worker join, ask,
-answer and go, in the order in which the server does, and owns all units of its queue.
+There is one class for each mode of a ParameterServer. It knows neither sockets nor clocks. It is told when a worker
+joins, asks, answers and leaves, in the order in which the server sees it, and owns all units of its queue.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class WorkUnit:
     Attributes:
         number: of this life of the server. No two units have the same, also not two for the same samples.
         epoch, begin, end: the places of the samples in the order of an epoch; `end` is exclusive.
-        worker: who has the unit; None: nobody.
+        worker: the worker that has the unit; None: no worker.
         is_answered: the worker has sent the gradient.
     """
 
@@ -54,7 +54,7 @@ class WorkUnit:
 class WorkQueue:
     """Cuts an endless row of epochs into units. Each sample of an epoch is used once, even if workers fail.
 
-    Samples that come back go out first. The queue knows neither sockets nor clocks, and does not wait.
+    Returned samples are handed out first. The queue knows neither sockets nor clocks, and does not wait.
 
     Attributes:
         epoch, cursor: where the row is not cut yet.
@@ -110,7 +110,7 @@ class WorkQueue:
         return None if unit is None or unit.worker != worker or unit.is_answered else unit
 
     def answer(self, number: int, worker: Hashable) -> WorkUnit | None:
-        """Take in that a worker has sent its gradient. None as for `find`."""
+        """Note that a worker has sent its gradient. None as for `find`."""
         unit = self.find(number, worker)
         if unit is not None:
             self._units[number] = unit = replace(unit, is_answered=True)
@@ -121,11 +121,11 @@ class WorkQueue:
         return self._add(*self._units.pop(number).places)
 
     def give_back(self, number: int) -> None:
-        """Let the samples of a unit go out again, before others."""
+        """Make the samples of a unit available again, before others."""
         insort(self._free, self._units.pop(number).places)
 
     def use(self, number: int) -> None:
-        """Take in that an update was made from the gradient of a unit."""
+        """Note that an update was made from the gradient of a unit."""
         del self._units[number]
 
     def at(self, worker: Hashable) -> list[WorkUnit]:
@@ -203,11 +203,11 @@ class ConsistencyMode:
         self._failed: dict[Places, set[Hashable]] = {}  # who could not compute which samples
 
     def join(self, worker: Hashable) -> None:
-        """Take in a worker. It has no unit yet."""
+        """Add a worker. It has no unit yet."""
         self._workers.add(worker)
 
     def leave(self, worker: Hashable) -> None:
-        """Take back the units of a worker that is gone, so that others get them. Answers that have come stay."""
+        """Take back the units of a worker that is gone, so that others get them. Received answers stay."""
         self._workers.discard(worker)
         for unit in self._queue.at(worker):
             self._release(unit)
@@ -218,7 +218,7 @@ class ConsistencyMode:
         self._release(unit)
 
     def answer(self, unit: WorkUnit) -> Sequence[WorkUnit] | None:
-        """Take in that a unit of the queue was answered.
+        """Note that a unit of the queue was answered.
 
         Return the units whose gradients make an update now, in the order in which they are added up. None: there is no
         update yet.
@@ -231,11 +231,11 @@ class ConsistencyMode:
         raise NotImplementedError
 
     def _release(self, unit: WorkUnit) -> None:
-        """Let the samples of a unit go out again."""
+        """Make the samples of a unit available again."""
         self._queue.give_back(unit.number)
 
     def _not_for(self, worker: Hashable) -> set[Places]:
-        """Return the places that this worker leaves to others."""
+        """Return the places that this worker must leave to others."""
         return {places for places, failed in self._failed.items() if worker in failed and self._workers - failed}
 
 
@@ -266,7 +266,7 @@ class Synchronous(ConsistencyMode):
             self._begin()
         taken = sum(unit.worker is not None for unit in self._step)
         if taken >= self._needed and any(unit.worker == worker for unit in self._step):
-            return None  # it would still compute a unit that nobody needs when the next step begins
+            return None  # it would still be computing an unneeded unit when the next step begins
         not_for = self._not_for(worker)
         for index, unit in enumerate(self._step):
             if unit.worker is None and unit.places not in not_for:
@@ -328,8 +328,8 @@ class BoundedStaleness(Asynchronous):
     """bounded: as async, but a worker that is more than `staleness` units ahead of the slowest one waits.
 
     A worker's clock is the number of its units that have made updates. One that joins begins at the clock of the
-    slowest worker, and one that is gone holds nobody up. Source: Ho et al., More Effective Distributed ML via a Stale
-    Synchronous Parallel Parameter Server, NIPS 2013 (SSP).
+    slowest worker, and one that is gone does not delay others. Source: Ho et al., More Effective Distributed ML via a
+    Stale Synchronous Parallel Parameter Server, NIPS 2013 (SSP).
     """
 
     def __init__(self, queue: WorkQueue, unit_samples: int, staleness: int) -> None:

@@ -22,8 +22,8 @@ from mpitrain.tree import Tree
 # Returns the links of a worker to the servers besides the first one, which has told their ports.
 LinksToOthers: TypeAlias = Callable[[Sequence[int]], list[WorkerLink]]
 
-# A worker repeats what it has asked for after so long, each time after twice as long: a server in a long hook does not
-# read, and what waits there for it must stay little. On another connection it repeats it at once.
+# After this time a worker repeats its request, with doubled intervals: a server in a long hook does not read, and few
+# messages may wait there. On a new connection it repeats the request at once.
 _REPEAT_SECONDS, _MOST_REPEAT_SECONDS = 1.0, 60.0
 _LOOK_SECONDS = 0.2
 
@@ -37,7 +37,7 @@ class ShardLinks:
         self._pushed: list[tuple[dict[str, Any], Sequence[numpy.ndarray], int]] = []
 
     def pull(self, unit: Mapping[str, Any], known: Mapping[str, str], name: str) -> bool:
-        """Get the parts of the parameters for a unit, which are at least as new as that of the first server.
+        """Get the parts of the parameters for a unit, at least as new as the first server's part.
 
         Return False if the connection to the first server has ended meanwhile. Then the unit is another worker's, and
         servers that were started again do not know it.
@@ -64,7 +64,7 @@ class ShardLinks:
     def _receive(
         self, link: WorkerLink, server: int, question: Mapping[str, Any], name: str, first_connection: int
     ) -> bool:
-        """Take in the answer of a server. Ask again on another connection: only with a connection is a message lost.
+        """Receive the answer of a server. Ask again on a new connection: messages are lost only with a connection.
 
         False: as for `pull`.
         """
@@ -90,7 +90,7 @@ class ShardLinks:
             self._pushed.append((dict(fields), of_server, link.connections))
 
     def resend(self, name: str) -> None:
-        """Send again what may have been lost, because a connection is another one now.
+        """Send again what may have been lost, because a connection has been replaced.
 
         Args:
             name: of this worker, for errors.
@@ -131,7 +131,7 @@ class IndexedSource(Protocol):
 
 
 def source_of(data: object) -> IndexedSource:
-    """Return the source to cut units from: `data`, or what it reads ahead of.
+    """Return the source from which units are cut: `data`, or the source that it reads ahead.
 
     Raises:
         ConfigError: its samples have no numbers.
@@ -180,7 +180,7 @@ class GradientWorker:
         self._life = self._ticket = ""
 
     def work(self) -> None:
-        """Work until the server says that the training is over.
+        """Work until the server reports that the training is over.
 
         Raises:
             LaunchError: the server refuses this worker, or a server has not been heard of for `hang_seconds`.
@@ -216,7 +216,7 @@ class GradientWorker:
         self._shards.close()
 
     def _meet(self, ports: Sequence[int]) -> None:
-        """The servers are others now, and may be more or fewer: connect to those at these ports."""
+        """The servers have changed, and there may be more or fewer: connect to those at these ports."""
         self._shards.close()
         self._shards = ShardLinks(self._link, [], self._replica, self._patience)  # if the next ones cannot be made
         if len(self._replica.versions) == 1 + len(ports):
@@ -235,7 +235,7 @@ class GradientWorker:
 
     def _ask(self, kind: str, fields: dict[str, Any], has_asked: bool) -> Message:
         """Send a message, unless this worker has asked already. Send it from time to time until the server answers."""
-        self._silence.end()  # the time of a computation is no silence of the server
+        self._silence.end()  # the time of a computation does not count as silence of the server
         now = self._patience.now
         asked, repeat_seconds = now() if has_asked else -math.inf, _REPEAT_SECONDS
         connection = self._link.connections
@@ -259,7 +259,8 @@ class GradientWorker:
     def _compute(self, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray]) -> bool:
         """Answer a unit. False: it was lost with the servers, and there is no answer."""
         unit = {"life": self._life, "number": fields["number"]}
-        # What fails here is no fault of the samples, so the server does not hear of it. It hears that this worker ends.
+        # A failure here is not due to the samples, so it is not reported to the server, which only sees that this
+        # worker ends.
         self._replica.take(fields, arrays)
         known = {"life": self._life, "ticket": self._ticket, "token": fields.get("token", "")}
         if not self._shards.pull(fields, known, self.name):

@@ -28,12 +28,12 @@ from mpitrain.server.wire import (
 if TYPE_CHECKING:
     from mpitrain.server.wire import Socket
 
-# A server that cannot be reached for so long is looked for at the next address.
+# After this time without a connection, the server is looked for at the next address.
 _PATIENCE_SECONDS = 3.0
-# How long a message waits for a connection that is coming about.
+# How long a message waits for a connection that is being made.
 _CONNECT_SECONDS = 1.0
 _RETRY_MS, _MOST_RETRY_MS = 100, 1000
-_AGAIN = "Start this worker again when the server is there"
+_AGAIN = "Start this worker again when the server is running"
 
 
 class WorkerLink:
@@ -43,7 +43,7 @@ class WorkerLink:
     one thread.
 
     Attributes:
-        address: HOST:PORT where the server is looked for now.
+        address: HOST:PORT at which the server is expected now.
         connections: how often a connection has come about.
         frames: how many have come: also the parts of a message that is not whole yet.
         name: of the server, for messages.
@@ -69,7 +69,7 @@ class WorkerLink:
             silence_seconds: a server that gives no sign of life for so long is connected to again.
 
         Raises:
-            ConfigError: pyzmq is missing, or an address is none; or, also later, `plain` is set and the way to the
+            ConfigError: pyzmq is missing, or an address is malformed; or, also later, `plain` is set and the way to the
                 server is a network that others can read.
         """
         self.name, self.frames = name, 0
@@ -107,7 +107,7 @@ class WorkerLink:
         """Return the next message. Wait up to `seconds` for it; None: none has come.
 
         Raises:
-            WireError: what has come is no message.
+            WireError: the received message is malformed.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -123,7 +123,7 @@ class WorkerLink:
         name, ip, port = self._candidate
         where = self.address if name == ip else f"{self.address} ({ip})"
         if self._connected:
-            return f"the server at {where} is there, and does not answer"
+            return f"the server at {where} is running, but does not answer"
         if self._failure:
             return f"{where}: {self._failure}"
         if not ip:
@@ -139,7 +139,7 @@ class WorkerLink:
             return f"no program listens at {where}: the server has not begun, or has ended"
         except OSError as error:
             return f"{where} cannot be reached: {error.strerror or error}"
-        return f"{where} takes connections, and does not say that it is the server"
+        return f"{where} accepts connections, but does not identify itself as the server"
 
     def close(self) -> None:
         """Close the connection. What was sent is delivered before, for some seconds at most."""
@@ -154,7 +154,7 @@ class WorkerLink:
 
     @property
     def host(self) -> str:
-        """The name, or the IP address, of the host where the server is looked for now."""
+        """The name, or the IP address, of the host on which the server is expected now."""
         return self._candidate[0]
 
     @property
@@ -197,7 +197,7 @@ class WorkerLink:
         self._look()
 
     def _look(self) -> None:
-        """Take in how the connection has changed. Look elsewhere for a server that has not been there for long."""
+        """Note changes of the connection. If the server has been away for long, look for it elsewhere."""
         assert self._open is not None
         zmq = self._zmq
         has_failed = False
@@ -206,13 +206,11 @@ class WorkerLink:
                 self._connected, self._failure = True, ""
                 self.connections += 1
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._failure = (
-                    "the server does not take this key; copy the line that it has printed when it was started last"
-                )
+                self._failure = "the server does not accept this key; copy the line that it printed at its last start"
             elif kind in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
                 self._failure = (
-                    "what listens there is not the server of this key. Is it another server or program, or has one of "
-                    "both sides --plain?"
+                    "the program that listens there is not the server with this key. Is it another server or "
+                    "program, or has only one side --plain?"
                 )
             elif kind == zmq.EVENT_DISCONNECTED and self._connected:
                 self._connected, self._since, self._failure = False, time.monotonic(), ""
@@ -225,7 +223,7 @@ class WorkerLink:
             self._look_elsewhere()
 
     def _look_elsewhere(self) -> None:
-        """Connect to the next place, or, after the last one, to the first, whose name is resolved anew."""
+        """Connect to the next address, or, after the last one, to the first, whose name is resolved again."""
         if not self._candidates:
             self._candidates = [candidate for place in self._places for candidate in _resolved(*place)]
         one_place = len(self._candidates) == 1 and len(self._places) == 1
@@ -284,8 +282,8 @@ class Patience:
     """How long a process waits for another one.
 
     Attributes:
-        stall_seconds: after so long without an answer, a line says who is waited for.
-        hang_seconds: after so long without any message, nothing is waited for any more; 0: never.
+        stall_seconds: after this time without an answer, a line names the process that is waited for.
+        hang_seconds: after this time without any message, the wait ends; 0: never.
         say: prints a line.
         now: the clock, in seconds.
     """
@@ -297,7 +295,7 @@ class Patience:
 
 
 class Silence:
-    """For how long a server has not been heard of; also a part of a large message is heard."""
+    """How long a server has not been heard from; a part of a large message also counts."""
 
     def __init__(self, link: WorkerLink, patience: Patience) -> None:
         self._link, self._patience = link, patience
@@ -305,20 +303,20 @@ class Silence:
         self.end()
 
     def end(self) -> None:
-        """Take in that the server was heard of."""
+        """Note that the server was heard from."""
         self._heard, self._frames = self._patience.now(), self._link.frames
 
     def look(self, name: str, kind: str = "worker", advice: str = _AGAIN) -> None:
-        """Say that the process of this name, a worker or a server, waits.
+        """Print that the process with this name, a worker or a server, is waiting.
 
         Raises:
-            LaunchError: the server has not been heard of for `hang_seconds`. The text ends with the advice.
+            LaunchError: the server has not been heard from for `hang_seconds`. The text ends with the advice.
         """
         if self._link.frames != self._frames:
             self.end()
         most = self._patience.hang_seconds
         now = self._patience.now()
-        silent = f"{name}: {self._link.name} has not been heard of for {now - self._heard:.0f} s"
+        silent = f"{name}: {self._link.name} has not been heard from for {now - self._heard:.0f} s"
         if most and now - self._heard > most:
             raise LaunchError(f"{silent} (MPITRAIN_HANG_SECONDS): {self._link.trouble()}. {advice}")
         if now - max(self._heard, self._said) >= min(self._patience.stall_seconds, most or math.inf):
@@ -337,7 +335,7 @@ def parse_address(address: str) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host.replace(":", " ")
     number = whole(port, 1, 65535)
     if not host or " " in host or number is None:
-        raise ConfigError(f"the address {shown(address)} is none; it must be HOST:PORT, such as lab1:5000")
+        raise ConfigError(f"the address {shown(address)} is malformed; it must be HOST:PORT, such as lab1:5000")
     return host, number
 
 

@@ -1,13 +1,13 @@
-"""The in-memory checkpoint from which all ranks continue: the newest whole one that any host of the job has.
+"""The in-memory checkpoint from which all ranks continue: the newest complete one on any host of the job.
 
-Hosts with that copy read their own. The others get it from one of them. What a rank had kept for itself (resume.py) is
-kept beside the copy, by the keeper of the host on which the rank was.
+Hosts with that copy read their own. The others get it from one of them. A rank's own state (resume.py) is kept beside
+the copy, by the snapshot agent of the rank's earlier host.
 
-A rank may have been killed before it copied what an order in a pause has changed. The copy of its host is of the same
-step and of an earlier edition, so this counts as a host without the copy.
+A rank may have been killed before it copied the changes of a command in a pause. Its host then has a copy of the same
+step with an earlier edition, and counts as a host without the copy.
 
 In a round of LocalSGD, each host's copy has the model of its own first rank. The parts of all ranks replace that. If a
-rank cannot have its part again, all hosts get the first copy. So it is with copies of a later edition that differ.
+rank cannot get its part back, all hosts get the first copy. The same applies to differing copies of a later edition.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _STATE = "state"
 
 
 def state_name(run: int) -> str:
-    """The name of a run's state with the keeper; `run` counts the runs of trainers in a process."""
+    """The name of a run's state at the snapshot agent; `run` counts the runs of trainers in a process."""
     return f"{run}/{_STATE}"
 
 
 def part_name(run: int, rank: int) -> str:
-    """The name of what a rank keeps for itself."""
+    """The name of a rank's own state."""
     return f"{run}/{_part(rank)}"
 
 
@@ -44,20 +44,21 @@ def slots_of(line: KeeperLine, name: str) -> list[MemorySlot]:
     """The two slots that are kept under a name; [] if none are.
 
     Raises:
-        OSError: the keeper does not answer.
+        OSError: the snapshot agent does not answer.
     """
     return [MemorySlot(descriptor) for descriptor in line.give(name)]
 
 
 class KeptCopies:
-    """The copies of one run that the keepers of all hosts have. Nothing is read before all ranks ask for it.
+    """The copies of one run at the snapshot agents of all hosts. Nothing is read before all ranks ask for it.
 
     Attributes:
         version: the step and the edition of the copy to continue from; (0, 0): there is none.
     """
 
     def __init__(self, world: World, line: KeeperLine | None, run: int) -> None:
-        """Look what there is. Collective. `line` leads to the keeper of this rank's host; None: there is none."""
+        """Find the copies. Collective. `line` connects to the snapshot agent of this rank's host; None: there is
+        none."""
         self._world, self._line, self._run = world, line, run
         here: dict[str, dict[tuple[int, int], int]] = {}
         with world.together("look for in-memory checkpoints"):
@@ -90,7 +91,7 @@ class KeptCopies:
         return self.version[0]
 
     def drop_newer(self) -> None:
-        """Drop what is newer and incomplete. A rank that continues writes other states of the same versions.
+        """Drop newer, incomplete copies: a rank that continues writes different states with the same versions.
 
         Every rank calls this before a collective call, after which no host has such a copy.
         """
@@ -120,10 +121,10 @@ class KeptCopies:
         return read_copy(content)
 
     def part(self, rank: int) -> dict[str, Any]:
-        """What `rank` had kept for itself, from the keeper of this host.
+        """The own state of `rank`, from the snapshot agent of this host.
 
         Raises:
-            CheckpointError: this keeper has no such part of this version.
+            CheckpointError: this agent has no such part of this version.
         """
         return read_copy(self._content(_part(rank))).state
 
@@ -164,12 +165,12 @@ def _part(rank: int) -> str:
 
 
 def _names(line: KeeperLine, run: int) -> list[str]:
-    """The names of all that this host keeps of a run."""
+    """The names of everything that this host keeps of a run."""
     return [name for name in line.names() if int(name.partition("/")[0]) == run]
 
 
 def _whole(line: KeeperLine, run: int) -> dict[str, dict[tuple[int, int], int]]:
-    """The versions of the whole copies that this host keeps of a run, by kind, with the number of their parts."""
+    """The versions of the complete copies of a run on this host, by kind, with the number of their parts."""
     copies: dict[str, dict[tuple[int, int], int]] = {}
     try:
         for name in _names(line, run):

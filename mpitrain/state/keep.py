@@ -1,4 +1,4 @@
-"""keep(): a training loop of the user's own whose state outlives its ranks.
+"""keep(): the state of a user's training loop, kept in memory that outlives the ranks.
 
 kept = mt.keep(w=..., step=0) ─> a step ─> kept.update(...) ─> a step ─> ...
              ^                                  └─ every few steps: copy to memory (state_copies.py)
@@ -29,14 +29,14 @@ class KeptPart(Protocol):
 
 
 class RankState:
-    """What each rank keeps for itself beside the state of all: nothing here. mpitrain.torch.keep has more."""
+    """The state that belongs to each rank, beside the common state: nothing here. mpitrain.torch.keep has more."""
 
     def state(self) -> dict[str, Any]:
-        """Return it, with a text `place` that is equal if the ranks are placed alike. Collective."""
+        """Return the state, with a text `place` that is equal if the placement of the ranks is equal. Collective."""
         return {}
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Continue from a `state` of this rank. None: the ranks are placed otherwise than when it was kept."""
+        """Continue from a `state` of this rank. None: the placement of the ranks has changed since."""
 
 
 class KeptState(Mapping[str, Any]):
@@ -45,7 +45,7 @@ class KeptState(Mapping[str, Any]):
     Attributes:
         step_number: the number of updates so far, including those before a restart.
         memory_step: the step after which this loop continued from an in-memory checkpoint. 0: it did not.
-        last_step: always None: nobody knows how long the loop continues.
+        last_step: always None: the length of the loop is not known.
     """
 
     def __init__(self, values: Mapping[str, Any], parts: Mapping[str, KeptPart], own: RankState) -> None:
@@ -63,8 +63,9 @@ class KeptState(Mapping[str, Any]):
             for name, value in values.items():
                 if hasattr(value, "load_state_dict"):
                     raise ConfigError(
-                        f"{self.world.name()}: keep({name}=...) was given a {type(value).__name__}, which has a state "
-                        "of its own that a restart would not restore; give it without a name to mpitrain.torch.keep"
+                        f"{self.world.name()}: keep({name}=...) was given a {type(value).__name__}, which has "
+                        "a state that a restart would not restore; give it without a name to "
+                        "mpitrain.torch.keep"
                     )
             self.state()
         self.world.agree("keep the state of a loop", list(self._lines()))
@@ -92,8 +93,8 @@ class KeptState(Mapping[str, Any]):
     def update(self, **values: Any) -> None:
         """End a step: set these values, and copy the state of the loop to memory when a copy is due. Collective.
 
-        With `mpitrain run --recover`, in mt.elastic, either all ranks set the values, or none does. So change nothing
-        that is kept outside of this call.
+        With `mpitrain run --recover`, in mt.elastic, either all ranks set the values, or none does. So change kept
+        values only by this call.
 
         If the hosts of the job change, the call does not return: the ranks end as by sys.exit(0), and others continue.
 
@@ -123,7 +124,7 @@ class KeptState(Mapping[str, Any]):
         self._publish()
 
     def state(self) -> dict[str, Any]:
-        """What all ranks share, for a copy. Raises CheckpointError if a value cannot be kept."""
+        """The common state, for an in-memory checkpoint. Raises CheckpointError if a value cannot be kept."""
         return {
             "step": self.step_number,
             "kinds": self._kinds(),
@@ -153,11 +154,11 @@ class KeptState(Mapping[str, Any]):
         self.step_number = int(state["step"])
 
     def own_state(self, *, reads: bool = True) -> dict[str, Any]:
-        """What this rank keeps for itself."""
+        """The state that belongs to this rank."""
         return self._own.state()
 
     def restore_own(self, name: str, parts: int, read_part: Callable[[int], dict[str, Any]], *, reads: bool) -> None:
-        """Continue from what this rank kept for itself, if all ranks are placed as then. Collective."""
+        """Continue from this rank's own state, if the placement of all ranks is unchanged. Collective."""
         part: dict[str, Any] = {}
         place = self.own_state().get("place")
         if place is None:
@@ -231,26 +232,27 @@ class KeptState(Mapping[str, Any]):
 
 
 def keep(**values: Any) -> KeptState:
-    """Keep the state of a loop of your own in memory that outlives the ranks. Collective.
+    """Keep the state of your own training loop in memory that outlives the ranks. Collective.
 
         kept = mt.keep(w=numpy.zeros(10), step=0)
         for x, y in world.shard(batches, start=kept["step"]):
             mean = world.mean(gradient(kept["w"], x, y), weight=len(x))
             kept.update(w=kept["w"] - 0.3 * mean, step=kept["step"] + 1)
 
-    Under `mpitrain run`, `update` copies all values after every few steps, as a Trainer does. In the next attempt
-    `keep` returns the values of the newest copy instead of those given. With `--max-restarts 0`, and in a job that is
-    not of `mpitrain run`, there are no copies.
+    Under `mpitrain run`, `update` takes an in-memory checkpoint of all values every few steps, as a Trainer does. After
+    a restart, `keep` returns the values of the newest one instead of those given. With `--max-restarts 0`, and in a job
+    that `mpitrain run` did not start, there are none.
 
     Args:
-        values: by name, the same on every rank: arrays, and all that pickle can write. Keep all that changes from step
-            to step, with the position in the data.
+        values: by name, the same on every rank: arrays, and anything that pickle can write. Keep everything that
+            changes from step to step, including the position in the data.
 
     Raises:
-        CheckpointError: a value cannot be pickled, or the copy holds other names, dtypes or shapes. On every rank.
-        ConfigError: this is in mpitrain.elastic, which would give the values of the beginning again, or a value is a
-            model, optimizer or the like.
-        MismatchError: the ranks give other names, numbers, texts or arrays.
+        CheckpointError: a value cannot be pickled, or the in-memory checkpoint has other names, dtypes or shapes.
+            Raised on every rank.
+        ConfigError: the call is inside mpitrain.elastic, which would return the initial values again, or a value is a
+            model, an optimizer or the like.
+        MismatchError: the ranks give different names, numbers, texts or arrays.
     """
     return KeptState(values, {}, RankState())
 

@@ -98,7 +98,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _problem(manifest: Manifest) -> str:
-    """Name a field whose content is none that this module writes; empty if there is none."""
+    """Describe a field with content that this module never writes; empty if there is none."""
     for name, kind in (("step", int), ("run", str), ("parts", int), ("values", dict), ("information", dict)):
         if type(getattr(manifest, name)) is not kind:
             return f"{name} is a {type(getattr(manifest, name)).__name__}; it must be a {kind.__name__}"
@@ -117,7 +117,7 @@ def _problem(manifest: Manifest) -> str:
 
 
 def information(world: World) -> dict[str, Any]:
-    """Return information for people about the job that saves. Nothing depends on it."""
+    """Return information for people about the saving job. Nothing depends on it."""
     script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
     return {
         "mpitrain": __version__,

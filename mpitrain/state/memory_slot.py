@@ -1,4 +1,4 @@
-"""A copy of a state in memory that outlives its process, as long as somebody has its descriptor open.
+"""A copy of a state in memory that outlives its process as long as some process has its descriptor open.
 
     0        step, edition, parts, length of the description, place of the arrays, length of all; step 0: none
     64       the description, JSON: name, dtype, shape and place of each array; all other values
@@ -6,8 +6,8 @@
 
 An agent has two slots for copies and writes them in turn. So if the writer is killed, one of them is complete.
 
-An order in a pause changes the state after a step that was copied already. So the copies of a step have editions: hosts
-whose copies are of one version, which is the step with the edition, have the same state.
+A command in a pause changes the state after a step that was already copied. So the copies of a step have editions:
+hosts whose copies are of one version, which is the step with the edition, have the same state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpitrain.state.tensors import NAMES
 
 _MEMORY = Path("/proc/meminfo")
 _GROUPS = Path("/sys/fs/cgroup")
-# This much stays free, because a process never uses exactly the memory that it asked for.
+# This much stays free, because a process never uses exactly as much memory as it asked for.
 _SPARE_SHARE = 0.05
 
 
@@ -38,7 +38,7 @@ def check_room(num_bytes: int) -> None:
     """Refuse a copy of `num_bytes` if it would leave the machine or a control group of this process without memory.
 
     Raises:
-        NoRoomError: says what is free, and what is needed.
+        NoRoomError: the text gives the free and the needed memory.
     """
     for free, total, where in _limits():
         if num_bytes > free - _SPARE_SHARE * total:
@@ -85,13 +85,13 @@ _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 @dataclass(frozen=True)
 class Copy:
-    """What a slot holds.
+    """The content of a slot.
 
     Attributes:
         step: the number of steps made when it was taken.
         edition: from 0, among the copies of this step.
         parts: the number of ranks that keep a part of their own beside it; 0: none does.
-        state: its arrays are on the host, and nobody else's.
+        state: its arrays are CPU arrays that share no memory.
     """
 
     step: int
@@ -104,7 +104,7 @@ class MemorySlot:
     """Room for one copy.
 
     Attributes:
-        descriptor: of the memory, for those who keep it.
+        descriptor: of the memory, for the process that keeps it.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -116,7 +116,7 @@ class MemorySlot:
 
     @property
     def step(self) -> int:
-        """The step of the copy. 0: there is no whole copy."""
+        """The step of the copy. 0: there is no complete copy."""
         return 0 if self._memory is None else int(self._header()[_STEP])
 
     @property
@@ -126,11 +126,11 @@ class MemorySlot:
 
     @property
     def parts(self) -> int:
-        """The parts of the copy, if it is whole; see Copy."""
+        """The parts of the copy, if it is complete; see Copy."""
         return int(self._header()[_PARTS])
 
     def reserve(self, tensors: Mapping[str, Array], values: Mapping[str, Any]) -> None:
-        """Take the memory that a copy of these needs, so that `write` does not wait for it. Loses the copy if it grows.
+        """Allocate the memory for a copy of these, so that `write` does not wait for it. Growth loses the present copy.
 
         Raises:
             NoRoomError: there is not enough memory.
@@ -150,7 +150,7 @@ class MemorySlot:
     def write(
         self, step: int, edition: int, parts: int, tensors: Mapping[str, Array], values: Mapping[str, Any]
     ) -> None:
-        """Copy host or device arrays and other values, as `names.split` gives them. Until the end there is no copy.
+        """Copy CPU or GPU arrays and other values, as `names.split` returns them. Until the end there is no copy.
 
         Raises:
             NoRoomError: see `reserve`.
@@ -177,7 +177,7 @@ class MemorySlot:
         return numpy.frombuffer(self._memory, numpy.uint8, int(self._header()[_ALL_BYTES]))
 
     def close(self) -> None:
-        """Let go of the memory. The copy stays with those who keep it."""
+        """Release the memory. The copy stays with the process that keeps it."""
         self._memory = None
         os.close(self.descriptor)
 
@@ -190,7 +190,7 @@ def read_copy(content: numpy.ndarray) -> Copy:
     """What the bytes of a whole copy hold. Its arrays are copies: the memory is written again.
 
     Raises:
-        CheckpointError: they are no copy.
+        CheckpointError: the bytes are not a copy.
     """
     copy: Copy = parsed(lambda: _read(content), CheckpointError, "the copy of the state in memory", "is damaged")
     return copy

@@ -20,7 +20,7 @@ def split(state: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Any]]:
     """Return the arrays of a nested state (not copies), and copies of its other values, each by flat name.
 
     Args:
-        state: nested dicts with string keys. Their leaves are arrays (host or device), and what JSON can hold:
+        state: nested dicts with string keys. Their leaves are arrays (CPU or GPU), and JSON values:
             numbers, strings, None, lists of these.
 
     Raises:
@@ -66,7 +66,7 @@ def join(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def host_copy(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a nested state that shares no memory with `state`. Its arrays are on the host."""
+    """Return a nested state that shares no memory with `state`. Its arrays are CPU arrays."""
     copied: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Mapping):

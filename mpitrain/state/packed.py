@@ -1,7 +1,7 @@
 """Any Python value as a state that an in-memory checkpoint can hold: its arrays and tensors, and a pickle of all the
 rest.
 
-The arrays are not copied: they share memory with the value, so a large model is copied once, into its slot.
+The arrays are not copied: they share memory with the value, so a large model is copied only once, into its slot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpitrain.state.tensors import NAMES
 
 
 def pack(name: str, value: Any) -> dict[str, Any]:
-    """Return `value` as nested dicts of host arrays. `name` is for the error.
+    """Return `value` as nested dicts of CPU arrays. `name` is for the error.
 
     Raises:
         CheckpointError: a part of the value cannot be pickled.
@@ -50,7 +50,7 @@ def arrays_in(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def lines_of(name: str, value: Any) -> Iterator[str]:
-    """Yield a line on each array, tensor, number and text in dicts, lists and tuples: equal lines, equal values.
+    """Yield a line for each array, tensor, number and text in dicts, lists and tuples: equal lines mean equal values.
 
     Of other objects it has only the type, because equal objects may have different pickles.
     """

@@ -1,4 +1,4 @@
-"""Where a rank continues from: the newest complete checkpoint in any of the directories, and the parts of single ranks.
+"""The choice of the state to resume from: the newest complete checkpoint in any directory, and the ranks' own parts.
 
 If all nodes see one directory, rank 0 reads it. Otherwise one rank looks into each directory, and the lowest rank with
 the newest complete checkpoint reads it. All ranks receive the state, so a node that has lost its disk, or is new, needs
@@ -6,9 +6,9 @@ no copy of its own.
 
 A checkpoint does not depend on ranks, but a rank's error-feedback residual, which it has not sent yet, must be
 kept too. So each rank writes a part of its own beside the checkpoint, `step-00000100.part-2-of-4`. The training needs
-only the sum of all parts, which is missing from the means so far. If the ranks are placed as when the parts were
-written, each gets its own part back, bit for bit. With another number of ranks, or another placement, the readers add
-the parts up and put the sum into the next step's mean.
+only the sum of all parts, which is missing from the means so far. If the placement of the ranks is unchanged, each gets
+its own part back, bit for bit. With another number of ranks, or another placement, the readers add the parts up and put
+the sum into the next step's mean.
 
 A part that is missing or damaged costs one step's rounding on one rank; a warning names it.
 """
@@ -90,7 +90,7 @@ class Found:
 
 
 def is_first_of_node(world: World) -> bool:
-    """Return whether this rank is the lowest of its node, and so looks after the node's copy."""
+    """Return whether this rank is the lowest of its node, which manages the node's copy."""
     return world.node_ranks.index(world.node_rank) == world.rank
 
 
@@ -100,7 +100,7 @@ def say(world: World, text: str) -> None:
 
 
 def keepers(world: World, directory: Path, copies: int | None) -> dict[int, int]:
-    """Return, by node, the node whose first rank looks after the directory that it sees. Collective.
+    """Return, by node, the node whose first rank manages the directory that the node sees. Collective.
 
     That is the node itself, or an earlier one that sees the same directory. Missing directories are made.
 
@@ -125,7 +125,7 @@ def keepers(world: World, directory: Path, copies: int | None) -> dict[int, int]
             with suppress(OSError):
                 token.unlink()
         seeing = {world.node_ranks[rank] for rank, saw in enumerate(sees) if saw} | {keeper}
-        # An earlier keeper may see this token though this node did not see the earlier one's: its cache was stale.
+        # An earlier node may see this token although this node did not see the earlier node's: its cache was stale.
         first = min((keeper_of_node[node] for node in seeing if node in keeper_of_node), default=keeper)
         keeper_of_node |= dict.fromkeys(seeing - keeper_of_node.keys(), first)
     return keeper_of_node
@@ -208,7 +208,7 @@ def newest(world: World, directory: Path, *, reads: bool, above: int = 0) -> Fou
 def own_part(
     world: World, name: str, parts: int, place: str | None, read_part: Callable[[int], dict[str, Any]], *, reads: bool
 ) -> dict[str, Any]:
-    """Return what this rank continues from, out of the parts that the ranks have kept. Collective.
+    """Return this rank's part to continue from, out of the parts that the ranks kept. Collective.
 
     Args:
         name: the name of the checkpoint or copy to resume from.

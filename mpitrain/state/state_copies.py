@@ -1,21 +1,21 @@
-"""Copies of a training's state in memory that outlives the ranks: a restart continues from them, and not from the disk.
+"""In-memory checkpoints of a training, which outlive the ranks: a restart resumes from them instead of from the disk.
 
     a step ─> hooks ─> copy, every k steps ─> the next step ...        the keeper of each host has the memory
     restart ─> the newest whole copy of all hosts ─> Checkpoint: is there a newer one on the disk? ─> continue
 
 The training is a Trainer's, or a loop with mt.keep (keep.py).
 
-The first rank of each node copies what a checkpoint holds. What a rank keeps for itself, that rank copies. The keepers
+The first rank of each node copies the content of a checkpoint. Each rank copies its own state. The snapshot agents
 (mpitrain/launch/keeper.py) belong to `mpitrain run`. docs/how-to/fault-tolerance.md has more.
 
-The next attempt of a job may be ready while this one trains: then the ranks before leave, and the others continue.
+The next attempt of a job may be ready while this one trains: then the earlier ranks leave, and the new ones continue.
 
     ranks before: copy ─> commit ─> hooks closed ─> their keepers ─> end
                                                          │
     these ranks: init() ─> build ─> wait at their keepers ┴─> all have heard it ─> read the copy ─> train
 
-A host on which no rank was before has nobody to wait for. So all ranks wait for each other too, mostly asleep: a wait
-of MPI would take the time of the cores on which the ranks before still train.
+On a host without earlier ranks there is nothing to wait for. So all ranks also wait for each other, mostly asleep: a
+wait in MPI would take time from the cores on which the earlier ranks still train.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _LOOK_SECONDS = 0.002
 
 
 def wait_for_turn(world: World, line: KeeperLine | None) -> tuple[int, int]:
-    """Wait until the ranks of the attempt before have left. Collective.
+    """Wait until the ranks of the previous attempt have left. Collective.
 
     Return the step after which they left, and when, by time.time() of their host, in milliseconds.
 
     Raises:
-        LaunchError: the keeper of a host does not answer. Raised on every rank.
+        LaunchError: the snapshot agent of a host does not answer. Raised on every rank.
     """
     activity = own_activity()
     assert activity is not None, "a rank with a keeper has a record"
@@ -84,12 +84,12 @@ _SHARE = 0.01
 
 
 def steps_between(copy_seconds: float, step_seconds: float) -> int:
-    """The fewest steps from copy to copy, with which the copies take at most their share of the time."""
+    """The smallest number of steps between copies at which they take at most their share of the time."""
     return max(1, math.ceil(copy_seconds / (_SHARE * max(step_seconds, 1e-9))))
 
 
 class Copied(Protocol):
-    """What has a state to copy: a Trainer, or a loop with mt.keep.
+    """An object with a state to copy: a Trainer, or a loop with mt.keep.
 
     Attributes:
         world: its ranks share the state.
@@ -106,13 +106,14 @@ class Copied(Protocol):
     def world(self) -> World: ...
 
     def state(self) -> dict[str, Any]:
-        """What all ranks share. Not collective."""
+        """The common state. Not collective."""
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state`. Raises CheckpointError if it belongs to another training."""
 
     def own_state(self, *, reads: bool = True) -> dict[str, Any]:
-        """What this rank keeps for itself; {}: nothing. Collective. Only ranks with `reads` call `state` afterwards."""
+        """The state that belongs to this rank; {}: none. Collective. Only ranks with `reads` call `state`
+        afterwards."""
 
     def restore_own(self, name: str, parts: int, read_part: Callable[[int], dict[str, Any]], *, reads: bool) -> None:
         """Continue from the ranks' own states. Collective; see resume.own_part for the arguments."""
@@ -122,10 +123,11 @@ class StateCopies:
     """The copies of one run. All ranks make the same calls.
 
     Attributes:
-        steps: the number of steps from copy to copy; so many may have to be made again. 0: nothing is copied.
+        steps: the number of steps from copy to copy, which is also the most that may have to be repeated. 0: nothing is
+            copied.
         why_not: why there is no copy to continue from.
         taken_over: the step after which the ranks before left, and when, by time.time() in milliseconds; None: these
-            ranks did not begin beside them.
+            ranks did not start beside them.
     """
 
     def __init__(self, job: Job, run: int, first_step: int) -> None:
@@ -143,9 +145,9 @@ class StateCopies:
         self._last_step, self._last_seconds = 0, 0.0  # of the last copy, and when it ended
 
     def resume(self, trained: Copied) -> None:
-        """Continue from the newest whole copy, if there is one. Collective.
+        """Continue from the newest complete copy, if there is one. Collective.
 
-        If the ranks of the attempt before still train, wait until they have left.
+        If the ranks of the previous attempt still train, wait until they have left.
 
         Raises:
             LaunchError: see wait_for_turn; or the copies are lost since these ranks have rehearsed.
@@ -182,13 +184,13 @@ class StateCopies:
         self._version = kept.version
 
     def _rehearse(self, trained: Copied) -> int:
-        """Continue from the present copy, although a newer one will follow. Collective. Return its step; 0: there is
+        """Continue from the current copy, although a newer one will follow. Collective. Return its step; 0: there is
         none.
 
         The first time takes twice as long: pages of memory and connections are new.
         """
         kept = KeptCopies(trained.world, self._line, self._run)
-        # A copy that is replaced while it is read makes no sense. What else is wrong will be so with the last copy too.
+        # A copy that is replaced while it is read is meaningless. Any other error will also occur with the last copy.
         with suppress(Exception):
             if kept.step > self._first_step:
                 trained.restore(kept.read().state)
@@ -197,8 +199,8 @@ class StateCopies:
     def after_step(self, trained: Copied, *, is_due: bool = False) -> int:
         """Copy the state, if it is time to, or `is_due`. Collective; call it when all hooks have seen the step.
 
-        Return, on all ranks alike, what the launcher wishes. LEAVES: this attempt is to end here, and another one
-        continues from this copy on other hosts. SAVES: no other one follows. STAYS: the training continues.
+        Return the launcher's request, the same on all ranks. LEAVES: this attempt must end here, and another one
+        continues from this copy on other hosts. SAVES: no other attempt follows. STAYS: the training continues.
 
         Raises:
             CheckpointError: a value of the state cannot be written, and --max-restarts N was given. Raised on every
@@ -238,7 +240,7 @@ class StateCopies:
         return STAYS if step == trained.last_step else max(wishes)
 
     def leave(self, step: int, ms: int) -> None:
-        """Let the ranks of the next attempt continue, if they wait: these change nothing any more. See
+        """Let the ranks of the next attempt continue, if they wait: this attempt's ranks change nothing any more. See
         KeeperLine.leave.
         """
         assert self._world is not None
@@ -247,14 +249,14 @@ class StateCopies:
                 self._line.leave(step, ms)
 
     def close(self) -> None:
-        """Let go of the memory, which stays with the keeper."""
+        """Release the memory, which stays with the snapshot agent."""
         self._let_go()
         if self._line is not None:
             self._line.close()
             self._line = None
 
     def _enter(self, trained: Copied) -> None:
-        """Find the keepers of a World. Collective."""
+        """Find the snapshot agents of a World. Collective."""
         self.close()
         self._world = world = trained.world
         self.steps, self._is_refused, self._has_copied = 0, False, False
@@ -282,7 +284,7 @@ class StateCopies:
     def _copy(self, trained: Copied) -> tuple[float, str]:
         """Copy this rank's part of the state.
 
-        Return the seconds that each later copy will take, too, and why the state cannot be copied at all, if so.
+        Also return the seconds that each later copy will take, and the reason if the state cannot be copied at all.
         """
         world = trained.world
         began, waited = time.perf_counter(), 0.0
@@ -294,7 +296,7 @@ class StateCopies:
             return 0.0, ""
         try:
             states = {state_name(self._run): trained.state()} if is_first_of_node(world) else {}
-        except CheckpointError as error:  # an error of the script: no later copy would be better
+        except CheckpointError as error:  # an error of the script, which would also affect later copies
             return 0.0, f"{world.name()}: {error}"
         try:
             if own:
@@ -319,7 +321,7 @@ class StateCopies:
         return time.perf_counter() - began - waited, ""
 
     def wish(self) -> int:
-        """What this rank's keeper asks for at a copy. Only the first run of a script can end in this way."""
+        """The request of this rank's snapshot agent at a copy. Only the first run of a script can end this way."""
         if self._run != 1 or self._line is None or self._world is None or not is_first_of_node(self._world):
             return STAYS
         try:
@@ -328,14 +330,14 @@ class StateCopies:
             return STAYS
 
     def _slots_for(self, line: KeeperLine, name: str) -> list[MemorySlot]:
-        """The two slots of that name. Those of an earlier try are used again."""
+        """The two slots of that name. Those of an earlier attempt are reused."""
         if name not in self._slots:
             slots = slots_of(line, name)
             if not slots:
                 slots = [MemorySlot(), MemorySlot()]
                 line.keep(name, [slot.descriptor for slot in slots])
             for slot in slots:
-                if slot.version >= self._version:  # the ranks have gone on from an earlier one
+                if slot.version >= self._version:  # the ranks have continued from an earlier one
                     slot.clear()
             self._slots[name] = slots
         return self._slots[name]
@@ -355,7 +357,7 @@ class StateCopies:
         self._slots = {}
 
     def _drop_old(self) -> None:
-        """Have the keeper drop the copies of earlier runs, and of ranks that are on another host now."""
+        """Make the snapshot agent drop the copies of earlier runs, and of ranks that are on another host now."""
         world, line = self._world, self._line
         assert world is not None
         if line is None or not is_first_of_node(world):

@@ -1,7 +1,7 @@
 """A directory of checkpoints, each a directory `step-00000100` with `tensors.safetensors` and `manifest.json`.
 
 Each is written under a temporary name beside its final one, flushed to the disk and renamed. So a crash or a full disk
-leaves earlier checkpoints as they were. One job at a time uses a directory; in that job, each name has one writer.
+does not change earlier checkpoints. One job at a time uses a directory; in that job, each name has one writer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TENSORS = "tensors.safetensors"
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """What a directory holds under a checkpoint's name: a manifest, or the reason why it has none."""
+    """The content of a directory with a checkpoint's name: a manifest, or the reason why it has none."""
 
     path: Path
     step: int
@@ -48,7 +48,7 @@ def save(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
     """Write `state` as the checkpoint of `step`, wait for the disk, and return the path. One rank calls this.
 
     Args:
-        state: nested dicts with string keys; the leaves are arrays (host or device), numbers, strings, None, and lists
+        state: nested dicts with string keys; the leaves are arrays (CPU or GPU), numbers, strings, None, and lists
             of them.
 
     Raises:
@@ -60,7 +60,7 @@ def save(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Compare all checksums of a checkpoint, and return its state with host arrays.
+    """Compare all checksums of a checkpoint, and return its state with CPU arrays.
 
     Raises:
         CheckpointError: it is not there, incomplete or damaged.

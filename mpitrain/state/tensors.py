@@ -44,7 +44,7 @@ _PIECE_BYTES = 4 << 20
 
 
 def write_tensors(path: Path, tensors: Mapping[str, numpy.ndarray]) -> File:
-    """Write host arrays of dtypes in NAMES to a new file, flush it to the disk, and return its size and checksum.
+    """Write CPU arrays of dtypes in NAMES to a new file, flush it to the disk, and return its size and checksum.
 
     Raises:
         OSError, UnicodeEncodeError: the file could not be written completely; it is not removed.

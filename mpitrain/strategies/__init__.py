@@ -14,7 +14,7 @@ from mpitrain.strategies.strategy import ServedStrategy, Strategy
 
 __all__ = ["STRATEGIES", "ServedStrategy", "Strategy", "make_strategy"]
 
-# The class of each, with its file. A file is loaded when its strategy is made: only one of them needs a server.
+# The class of each strategy, with its file. A file is loaded when its strategy is made: only one needs the server code.
 STRATEGIES: dict[str, str] = {
     "sync": "sync.Sync",
     "auto": "sync.AutoSync",
@@ -31,7 +31,7 @@ STRATEGIES: dict[str, str] = {
 def make_strategy(name: str, **arguments: Any) -> Strategy:
     """Return a new strategy of this name. Not collective. Give the same values on every rank.
 
-    `arguments` are those of its class; those that are left out have their defaults.
+    `arguments` are those of its class; all others have their defaults.
 
     Raises:
         ConfigError: there is no strategy of this name, or an argument is not allowed.

@@ -1,11 +1,11 @@
-"""Which way of an exchange is taken next: forecast, tried, and kept only if its measured steps are shorter.
+"""The choice of the next exchange configuration: forecast, tried, and kept only if its measured steps are shorter.
 
     first steps ──> forecast ──a way is 5 % faster──> trial ──shorter by more than noise──> kept
                        ^                                └──────otherwise──> the way before, again
                        └── the steps take longer or shorter than before, or a thousand steps have passed
 
-So a forecast that is wrong costs the few steps of a trial. Chooser decides from numbers alone, on rank 0. StepParts
-measures on each rank where the time of its steps goes, while it trains with the others.
+So a wrong forecast costs only the few steps of a trial. Chooser runs on rank 0 and decides from numbers alone.
+StepParts measures on each rank how the time of its steps is spent during training.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class StepMedians:
     Attributes:
         seconds: of a step, from the end of the exchange before to the end of its own; the median.
         error: the standard error of that median, from the spread of the steps.
-        own_seconds: of a step without the time in which it only waits for the exchange; the median.
-        ready: seconds after the end of the exchange before at which each gradient was in, by index; medians.
-        busy_cores: that the process kept busy.
+        own_seconds: of a step, without the time in which it only waits for the exchange; the median.
+        ready: by index, how many seconds after the end of the previous exchange each gradient was available; medians.
+        busy_cores: the number of cores that the process kept busy.
     """
 
     seconds: float
@@ -41,7 +41,7 @@ class StepMedians:
 
 
 class StepParts:
-    """Measures steps. One thread calls it."""
+    """Measures steps. Only one thread calls it."""
 
     def __init__(self, num_parameters: int) -> None:
         self._num_parameters = num_parameters
@@ -49,7 +49,7 @@ class StepParts:
         self.clear(0)
 
     def clear(self, skipped: int) -> None:
-        """Forget all steps, and leave out so many of the next ones."""
+        """Forget all steps, and do not measure the next `skipped` steps."""
         self._skip = skipped
         self._seconds: list[float] = []
         self._own: list[float] = []
@@ -61,12 +61,12 @@ class StepParts:
         self._now = [0.0] * self._num_parameters
 
     def ready(self, index: int) -> None:
-        """Note that a gradient is in."""
+        """Note that a gradient is available."""
         if self._since is not None:
             self._now[index] = time.perf_counter() - self._since
 
     def end(self, overlap: Overlap) -> None:
-        """Note that a step has its means."""
+        """Note that a step's means are available."""
         now = time.perf_counter()
         if self._skip > 0 or self._since is None:
             self._skip -= 1
@@ -93,12 +93,12 @@ class StepParts:
         )
 
 
-# The first steps load libraries and take memory; the first steps of another way allocate.
+# The first steps load libraries and allocate memory; the first steps of a new configuration also allocate.
 _FIRST_SKIPPED, _FIRST_STEPS, TRIAL_SKIPPED = 3, 10, 2
-# A trial is looked at twice, so that a way that is far slower ends soon.
+# A trial is judged twice, so that a far slower configuration is abandoned early.
 _TRIAL_STEPS, _REST_OF_TRIAL = 3, 7
 _HOLD_STEPS, _STEPS_TO_ANOTHER_LOOK = 50, 1000
-# A trial is worth its steps from this gain on. Forecasts are wrong by about as much (benchmarks/log/).
+# The smallest gain that is worth a trial. Forecasts are wrong by about as much (benchmarks/log/).
 _GAIN = 0.05
 _FAR_SLOWER, _DRIFT = 1.2, 0.25
 # Rank 0 forecasts for at most this share of the time. With 32 nodes, it takes half a minute (benchmarks/log/).
@@ -112,7 +112,7 @@ class StepSeconds:
     Attributes:
         seconds: of a step, on the slowest rank.
         error: the standard error.
-        least: the most that a rank computes in a step: no exchange makes steps shorter.
+        least: the longest computation of any rank in a step: no exchange makes steps shorter.
     """
 
     seconds: float
@@ -122,14 +122,14 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class Decision:
-    """How all ranks continue.
+    """The decision on how all ranks continue.
 
     Attributes:
         way: the way of the next steps.
         kept: the way that a checkpoint has: that of the next steps, if it is not only tried.
-        num_steps: until the next look.
-        skipped: so many of the next steps are not measured; None: what was measured so far counts further.
-        line: what has changed for good; "": nothing.
+        num_steps: the number of steps until the next decision.
+        skipped: the number of next steps that are not measured; None: earlier measurements stay valid.
+        line: describes a permanent change; "": there is none.
     """
 
     way: ExchangeWay
@@ -154,21 +154,22 @@ class Chooser:
         self._predicted = self._tried_since = 0.0
         self._trial_goes_on = False
         self._reference = math.nan  # seconds of a step of the present way
-        self._failed: dict[ExchangeWay, int] = {}  # until which step a way is not tried again
+        self._failed: dict[ExchangeWay, int] = {}  # until which step a configuration is not tried again
         self._num_failures = 0
         self._next_forecast = self._next_drift = step
         self._earliest_forecast = 0.0
 
     def begin(self) -> Decision:
-        """Return how long the first look is away."""
+        """Return the number of steps until the first decision."""
         return Decision(self._present, self._present, _FIRST_SKIPPED + _FIRST_STEPS, _FIRST_SKIPPED)
 
     def look(
         self, step: int, made: StepSeconds, forecasts: Callable[[ExchangeWay], Mapping[ExchangeWay, float]]
     ) -> Decision:
-        """Decide after `step` steps, of which the last ones took `made.seconds`.
+        """Decide after `step` steps; `made` has the times of the most recent ones.
 
-        `forecasts` gets the way of these steps, and returns seconds of a step for each way, also for that one.
+        `forecasts` takes the configuration of these steps, and returns the seconds of a step for each configuration,
+        including that one.
         """
         self._step = step
         if self._before:
@@ -177,7 +178,8 @@ class Chooser:
             if abs(made.seconds / self._reference - 1) > _DRIFT:
                 self._failed, self._next_forecast = {}, step
             self._reference = made.seconds
-        # If the plain way has nothing to win, there is nothing to forecast. Another way may have become the slower one.
+        # If nothing can be gained over the plain configuration, no forecast is needed. Another one may have become
+        # slower.
         is_best = self._present == self._plain and made.least > made.seconds * (1 - _GAIN)
         if is_best or step < max(self._next_forecast, self._earliest_forecast):
             return self._hold()
@@ -195,7 +197,7 @@ class Chooser:
         return Decision(best, self._before[0], TRIAL_SKIPPED + _TRIAL_STEPS, TRIAL_SKIPPED)
 
     def look_took(self, seconds: float) -> None:
-        """Note how long the last look took. The next forecasts wait until that is a small share of the time."""
+        """Note how long the last decision took. The next forecasts wait until that is a small share of the time."""
         earliest = self._step + seconds / (_FORECAST_SHARE * self._reference)
         self._earliest_forecast = max(self._earliest_forecast, earliest)
 
@@ -203,7 +205,7 @@ class Chooser:
         return Decision(self._present, self._present, _HOLD_STEPS, TRIAL_SKIPPED, line)
 
     def _judge(self, made: StepSeconds) -> Decision:
-        """Keep the way that is tried, continue with the trial, or go back."""
+        """Keep the configuration that is being tried, continue the trial, or go back."""
         assert self._before
         before, base = self._before
         far_slower = made.seconds > base.seconds * _FAR_SLOWER
@@ -219,7 +221,7 @@ class Chooser:
             return self._hold(f"{shown_way(tried)} instead of {shown_way(before)}: {times} {predicted}")
         self._num_failures += 1
         self._failed[tried] = self._step + _STEPS_TO_ANOTHER_LOOK * 2**self._num_failures
-        # Where the times of steps go up and down all the time, that too is no reason for one trial after the other.
+        # Step times that go up and down all the time are no reason for continual trials.
         self._next_drift = self._step + _HOLD_STEPS * 2**self._num_failures
         self._present, self._reference, self._next_forecast = before, base.seconds, self._step
         return self._hold(
@@ -229,11 +231,11 @@ class Chooser:
 
 
 def shown_way(way: ExchangeWay) -> str:
-    """Return a way for people."""
+    """Describe a configuration for users."""
     name = way.codec if way.codec != "none" or way.algorithm == "auto" else f"none by {way.algorithm}"
     return name if way.bucket_mib is None else f"{name} in buckets of {way.bucket_mib:g} MiB"
 
 
 def shown_ms(seconds: float) -> str:
-    """Return milliseconds."""
+    """Format seconds as milliseconds."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds * 1e3:.0f} ms"

@@ -1,6 +1,6 @@
-"""ChoosingReducer: a GradientReducer that looks how long steps take, and changes how gradients travel.
+"""ChoosingReducer: a GradientReducer that measures step times and changes how gradients are exchanged.
 
-All ranks look after the same steps, rank 0 decides (chooser.py), and all change between the same two steps. The
+After the same steps, all ranks report, rank 0 decides (chooser.py), and all change between the same two steps. The
 error-feedback residual goes into the means of the next step, so a change loses nothing.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def no_choice(world: World, parameters: Sequence[Parameter], codecs: Collection[str], *, varies: bool) -> str:
-    """Return why nothing can be chosen; "": something can. The same on every rank. Arguments: see ChoosingReducer."""
+    """Return why there is no choice; "": there is one. The same on every rank. Arguments: see ChoosingReducer."""
     config = world.config
     if world.num_nodes == 1:
         return "all ranks are on one node"
@@ -52,8 +52,7 @@ class ChoosingReducer:
     """Has the calls of GradientReducer that mt.Sync makes.
 
     Attributes:
-        changes: what has changed since the caller looked last, as the number of a step and a text; the same on every
-            rank.
+        changes: the changes since the caller last read them, each as a step number and a text; the same on every rank.
     """
 
     def __init__(
@@ -68,13 +67,13 @@ class ChoosingReducer:
         """Collective: all ranks compare `codecs` and `varies`. `no_choice` of the same arguments must be "".
 
         Args:
-            codecs: that may be taken, the one to begin with first; "none" for no codec.
-            varies: other algorithms and other buckets may be taken too, where no setting names one.
+            codecs: the codecs that may be chosen, beginning with the initial one; "none" for no codec.
+            varies: other algorithms and other bucket sizes may be chosen too, unless a setting names one.
 
         Raises:
-            MismatchError: the ranks may take different ways. Raised on every rank.
-            GradientError, DataError, ConfigError: what GradientReducer raises, also for a codec that is set and cannot
-                be used.
+            MismatchError: the arguments of the ranks differ. Raised on every rank.
+            GradientError, DataError, ConfigError: as for GradientReducer, also for a codec that is set but cannot be
+                used.
         """
         world.agree("choose how gradients travel", [f"codecs {', '.join(codecs)}", f"varies {varies}"])
         self._world, self._parameters, self._on_device = world, parameters, on_device
@@ -85,9 +84,9 @@ class ChoosingReducer:
         self._plain = self._set_way(codecs[0])
         self.changes: list[tuple[int, str]] = []
         self._steps = 0
-        self._pending: ExchangeWay | None = None  # to continue in, after a restore
+        self._pending: ExchangeWay | None = None  # the configuration to continue with, after a restore
         self._restored: Mapping[str, Any] | None = None
-        self._moving: dict[str, Any] | None = None  # the state, while one way is left and the next one is not made
+        self._moving: dict[str, Any] | None = None  # the state, between two configurations
         self._parts = StepParts(len(parameters))
         self._cores = own_cores(world)
         self._forecast: LiveForecast | None = None
@@ -96,7 +95,7 @@ class ChoosingReducer:
         self._begin()
 
     def begin(self, weight: float | Sequence[float], loss_scale: float = 1.0, *, steps: int = 0) -> None:
-        """See GradientReducer. Before that, look, if it is time. Collective."""
+        """See GradientReducer. If a decision is due, it comes first. Collective."""
         self._catch_up()
         if self._left == 0:
             self._look()
@@ -122,7 +121,7 @@ class ChoosingReducer:
         return self._inner.flats
 
     def choice(self) -> dict[str, Any]:
-        """Return, for a checkpoint, the way that is kept, the nodes, and the number of steps. Equal on all ranks."""
+        """Return, for a checkpoint, the kept configuration, the nodes, and the number of steps. Equal on all ranks."""
         return {
             "algorithm": self._kept.algorithm,
             "codec": self._kept.codec,
@@ -134,7 +133,7 @@ class ChoosingReducer:
     def restore_choice(self, choice: Mapping[str, Any]) -> None:
         """Continue from a `choice`. Not collective, equal on all ranks.
 
-        Among other nodes, and if it is not one that is allowed now, the choice begins anew.
+        On other nodes, or if the configuration is no longer allowed, the choice starts again.
         """
         self._steps = int(choice.get("steps", 0))
         self._pending = self._plain
@@ -147,14 +146,14 @@ class ChoosingReducer:
         return way_of_settings(config.algorithm, config.bucket_mib, codec)
 
     def _is_allowed(self, way: ExchangeWay) -> bool:
-        """Whether this run could choose the way. The run before may have had other settings."""
+        """Whether this run could choose the configuration. The previous run may have had other settings."""
         plain = self._set_way(way.codec)
         if way.codec not in self._codecs or not self._varies:
             return way.codec in self._codecs and way == plain
         return plain.algorithm in ("auto", way.algorithm) and plain.bucket_mib in (None, way.bucket_mib)
 
     def state(self) -> dict[str, Any]:
-        """See GradientReducer. Collective, but for a broken World."""
+        """See GradientReducer. Collective, except in a broken World."""
         if self._moving is not None:  # a rank was lost in between
             return {"place": "", **self._moving} if self._moving else {}
         if not self._world.control.is_broken:
@@ -167,7 +166,7 @@ class ChoosingReducer:
         self._restored = state
 
     def factors(self) -> dict[str, numpy.ndarray]:
-        """See GradientReducer. No way that can be chosen has any."""
+        """See GradientReducer. No configuration that can be chosen has factors."""
         return {}
 
     def restore_factors(self, factors: Mapping[str, numpy.ndarray]) -> None:
@@ -188,12 +187,12 @@ class ChoosingReducer:
         )
 
     def _begin(self) -> None:
-        """Begin to choose, from the present way."""
+        """Begin to choose, from the current configuration."""
         self._chooser = Chooser(self._plain, self._present, self._steps)
         self._follow(self._chooser.begin())
 
     def _catch_up(self) -> None:
-        """Take the way of a checkpoint that was restored. Collective."""
+        """Change to the configuration of a restored checkpoint. Collective."""
         way, state = self._pending, self._restored
         self._pending = self._restored = None
         if way is None:
@@ -227,7 +226,7 @@ class ChoosingReducer:
         self._follow(world.broadcast_object(decision))
 
     def _decide(self, of_ranks: Sequence[StepMedians]) -> Decision:
-        from mpitrain.strategies.live_forecast import LiveForecast  # loads the simulator, which one rank needs
+        from mpitrain.strategies.live_forecast import LiveForecast  # loads the simulator, which only one rank needs
 
         if self._forecast is None:
             self._forecast = LiveForecast(
@@ -241,7 +240,7 @@ class ChoosingReducer:
         return decision
 
     def _follow(self, decision: Decision) -> None:
-        """Continue as was decided."""
+        """Carry out a decision."""
         if decision.way != self._present:
             self._change(decision.way)
         self._kept, self._left = decision.kept, decision.num_steps

@@ -25,8 +25,8 @@ from mpitrain.reducer.exchange import Exchange
 from mpitrain.reducer.reducer import GradientReducer
 from mpitrain.world.world import World
 
-# Names in a state: the error-feedback residual, now, and before the message that is under way; and, beside the number
-# of samples, samples x pseudo-gradient by piece.
+# Names in a state: the error-feedback residual now, and before the message under way; and, with the number of samples,
+# samples x pseudo-gradient by piece.
 _LEFT, _LEFT_BEFORE = "left out/", "left out before/"
 _SAMPLES, _GONE = "samples", "gone/"
 
@@ -49,12 +49,12 @@ class FlatRange:
         return self.name if self.is_whole else f"{self.name}[{self.begin}:{self.end}]"
 
     def of(self, values: Mapping[str, Array]) -> Array:
-        """Return this range of the array of its name; a view."""
+        """Return this range of the array with its name; a view."""
         return values[self.name].reshape(-1)[self.begin : self.end]
 
 
 def cut(model: LocalModel, count: int) -> list[list[FlatRange]]:
-    """Cut what is trained, in the order of the layout, into `count` parts of equally many elements.
+    """Cut the trained parameters, in the order of the layout, into `count` parts with equal numbers of elements.
 
     Raises:
         ConfigError: there are fewer elements. Raised on every rank.
@@ -82,13 +82,13 @@ def cut(model: LocalModel, count: int) -> list[list[FlatRange]]:
 
 @dataclass
 class InFlight:
-    """A pseudo-gradient that is under way, or has arrived and is not used yet.
+    """A pseudo-gradient that is under way, or has arrived but has not been used yet.
 
     Attributes:
         samples: of this rank in it.
         all_samples: of all ranks.
         steps_left: the steps to make before it is used.
-        has_arrived: the mean is here.
+        has_arrived: whether the mean has arrived.
     """
 
     samples: float
@@ -98,19 +98,19 @@ class InFlight:
 
 
 class Fragment:
-    """`note` what is common, train, `start` to send the pseudo-gradient, `finish`, and `update`.
+    """Call `note` when parameters are equal, train, then `start` to send the pseudo-gradient, `finish` and `update`.
 
-    Those of ranks that take part no more may be carried along; they are sent with that of this rank.
+    Pseudo-gradients of departed ranks may be carried along; they are sent with this rank's.
 
     Attributes:
-        offset: the fragment is sent when so many steps of a round have been made.
+        offset: the number of steps of a round after which the fragment is sent.
         samples: that this rank has trained with since the fragment was sent last.
-        all_samples: the same of all ranks.
+        all_samples: the same, of all ranks together.
         is_apart: the ranks do not have the same values in this fragment.
         sent: what is under way; None: nothing.
         num_updates: the number of its outer steps since this object was made.
 
-    A message that is taken back is as if it had not been sent: what a codec has not sent of it does not count.
+    A message that is taken back counts as never sent, and so does the residual that a codec left of it.
     """
 
     def __init__(
@@ -154,15 +154,15 @@ class Fragment:
                 if count:
                     self.optimizers[dtype] = of_dtype = deepcopy(outer)
                     of_dtype.start(self._common[dtype][:count], [])
-        # Of ranks that take part no more: samples x pseudo-gradient by piece, and the samples.
+        # From departed ranks: samples x pseudo-gradient by piece, and the samples.
         self._departed: dict[str, numpy.ndarray] = {}
         self._departed_samples = 0.0
-        # Of the codec, before the last message was sent; {} once the message has been used, or taken back.
+        # The codec's residual before the last message was sent; {} once the message has been used, or taken back.
         self._left_before: dict[str, Any] = {}
 
     @property
     def weight(self) -> float:
-        """The samples of what this rank would send now."""
+        """The samples behind what this rank would send now."""
         return self.samples + self._departed_samples
 
     @property
@@ -172,7 +172,7 @@ class Fragment:
 
     @property
     def counts(self) -> tuple[float, float, bool]:
-        """What `count` changes."""
+        """The values that `count` changes."""
         return self.samples, self.all_samples, self.is_apart
 
     @counts.setter
@@ -192,7 +192,7 @@ class Fragment:
         self.is_apart |= all_samples > 0
 
     def expect(self, all_samples: float) -> None:
-        """Count the samples that the ranks still have of this round, after a resume. They may be fewer than before."""
+        """Count the samples of this round that the ranks still have after a resume. They may be fewer than before."""
         is_lost = self.all_samples > 0 and not all_samples
         self.all_samples = all_samples
         if is_lost and not self.sent:
@@ -225,7 +225,7 @@ class Fragment:
 
         Raises:
             NonFiniteError: a rank's parameters hold NaN or infinity. Raised on every rank, names rank and parameter.
-                What was under way is taken back.
+                The message under way is taken back.
         """
         if not self.sent or self.sent.has_arrived:
             return
@@ -241,7 +241,8 @@ class Fragment:
             spans.add("wire", "outer step", self._sent_at, time.perf_counter(), **about)
 
     def update(self, kept: float) -> None:
-        """Move the common parameters by the mean. This rank continues from `kept` of its own, and the rest of those."""
+        """Move the common parameters by the mean. This rank continues from a mix: `kept` of its own values, the rest
+        common."""
         if not self.sent:
             return
         self.sent, self._left_before = None, {}
@@ -271,17 +272,18 @@ class Fragment:
         self._model.load_parameters({**values, **changed})
 
     def take_back(self) -> None:
-        """Take back what is under way: this rank's own parameters hold it, and send it the next time."""
+        """Take back the message under way: this rank's own parameters still contain it, and it is sent the next
+        time."""
         if not self.sent:
             return
         sent, self.sent = self.sent, None
         self.count(sent.samples, sent.all_samples)
-        if sent.has_arrived and self._left_before:  # otherwise a rank is lost, and MPI may still write there
+        if sent.has_arrived and self._left_before:  # otherwise a rank was lost, and MPI may still write there
             self._reducer.restore(self._left_before)
             self._left_before = {}
 
     def drop(self) -> None:
-        """Wait for what is under way, and throw it away with what is counted. Collective."""
+        """Wait for the message under way, and discard it together with the counts. Collective."""
         with suppress(NonFiniteError):
             self.finish()
         self.sent, self._left_before = None, {}
@@ -304,13 +306,14 @@ class Fragment:
         return dict(zip(map(str, self.pieces), self._reducer.gradients, strict=True))
 
     def arrive(self, all_samples: float, steps_left: int, means: Mapping[str, numpy.ndarray]) -> None:
-        """Take in a mean that had arrived before a resume. `restore_own` brings this rank's samples in it."""
+        """Restore a mean that had arrived before a resume. `restore_own` restores this rank's samples in it."""
         self.sent = InFlight(0.0, all_samples, steps_left, has_arrived=True)
         for piece, mean in self.means().items():
             mean[...] = like(means[piece], mean)
 
     def own_state(self) -> dict[str, dict[str, numpy.ndarray]]:
-        """Return, on the host, what this rank adds to the next outer steps: `residual`, and `carried` from other ranks.
+        """Return, as CPU arrays, what this rank adds to the next outer steps: `residual`, and `carried` from other
+        ranks.
 
         Their entries may be added up over ranks.
         """
@@ -339,7 +342,7 @@ class Fragment:
     def restore_own(self, state: Mapping[str, Mapping[str, numpy.ndarray]]) -> None:
         """Continue from an `own_state` of this rank, which has its parameters again; or from `carried` sums alone.
 
-        Call it when `sent` is as it is to be.
+        Call it after `sent` has been restored.
 
         Raises:
             CheckpointError: the state belongs to other parameters.
@@ -356,20 +359,20 @@ class Fragment:
             raise CheckpointError(f"the parts of the ranks have nothing for {', '.join(sorted(missing))}")
 
     def place(self) -> str:
-        """A text that is equal if a rank's codec would leave out the same values."""
+        """A text that is equal if a rank's codec would leave the same residual."""
         state = self._reducer.state()
         return str(state["place"]) if "residual" in state else ""
 
     def close(self) -> None:
-        """Give back the communicator. Collective, except in a broken World."""
+        """Free the communicator. Collective, except in a broken World."""
         self._reducer.close()
 
 
 def finish_all(fragments: Sequence[Fragment]) -> None:
-    """Let each of these `finish`. If one cannot be used, take all of them back. Collective.
+    """Call `finish` of each of these. If one cannot be used, take back all of them. Collective.
 
     Raises:
-        NonFiniteError: of the first one that cannot; see Fragment.finish.
+        NonFiniteError: the error of the first such fragment; see Fragment.finish.
     """
     problem: NonFiniteError | None = None
     for fragment in fragments:
@@ -384,14 +387,14 @@ def finish_all(fragments: Sequence[Fragment]) -> None:
 
 
 def cannot_meet(error: NonFiniteError) -> NonFiniteError:
-    """Return the error for an outer step, in which `error` says that a rank's pseudo-gradient is NaN or infinite."""
+    """Return the error for an outer step, given the `error` that a rank's pseudo-gradient is NaN or infinite."""
     if error.gradient_of is None:  # a codec has made infinity of finite values
         return error
     rank_name, name = error.gradient_of
     return everywhere(
         NonFiniteError(
-            f"{rank_name}: {name} has become NaN or infinity in the steps of this round, so the ranks cannot "
-            "meet. Try a smaller learning rate or gradient clipping, or examine that rank's data"
+            f"{rank_name}: {name} has become NaN or infinity in the steps of this round, so the outer step is "
+            "impossible. Try a smaller learning rate or gradient clipping, or examine that rank's data"
         )
     )
 

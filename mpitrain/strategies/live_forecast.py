@@ -1,7 +1,7 @@
-"""Forecasts for a training that runs: its measured steps, and the model of `mpitrain plan`, on rank 0.
+"""Forecasts during training, on rank 0, from its measured steps and the model of `mpitrain plan`.
 
-The links are those of the profile, or else a guess. Either may be wrong for this job at this hour. So before a
-forecast, their rate is changed until the forecast of the present way is the time that was measured.
+The links are those of the profile, or else a guess. Either may be wrong at the moment. So before a forecast, their rate
+is adjusted until the forecast for the current configuration equals the measured time.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class LiveForecast:
         """
         Args:
             layout: of the gradients.
-            codecs: that may be taken, also "none".
+            codecs: the codecs that may be chosen, including "none".
             cores: of each rank.
-            varies: other algorithms and buckets may be taken too, where no setting names one.
+            varies: other algorithms and bucket sizes may be chosen too, unless a setting names one.
         """
         self._world, self._cores, self._varies = world, cores, varies
         self._codecs = tuple(codecs)
         self._parameters = tuple((one.name, one.count * one.dtype.itemsize) for one in layout.parameters)
-        self._machines: Machines | None = None  # its codecs take a moment to measure
+        self._machines: Machines | None = None  # measuring its codecs takes a moment
 
     def __call__(self, of_ranks: Sequence[StepMedians], present: ExchangeWay) -> dict[ExchangeWay, float]:
-        """Return seconds of a step for each way that is allowed, and for the present one."""
+        """Return the seconds of a step for each allowed configuration, and for the current one."""
         world = self._world
         if self._machines is None:
             self._machines = _machines_of(world, self._codecs)
@@ -73,13 +73,13 @@ class LiveForecast:
             part = PartTimes(1, 1.0, own, ready, own, own, 1)  # no time depends on the number of samples
             busy = min(self._cores, of_ranks[ranks[0]].busy_cores)
             nodes.append(HostTimes(world.hosts[ranks[0]], self._parameters, (part,), True, 0, self._cores, busy, {}))
-        if machines.pairs:  # of a profile, which has an order of its own
+        if machines.pairs:  # from a profile, which has its own order
             nodes.sort(key=lambda host: machines.hosts.index(host.host))
         return nodes
 
 
 def _machines_of(world: World, codecs: Sequence[str]) -> Machines:
-    """The machines of this job: those of the profile if it is of these hosts, else equal ones."""
+    """The machines of this job: those of the profile if it was measured on these hosts, else equal ones."""
     profile = world.profile
     known = dict(profile.codecs)
     # One rate for all settings of a codec, as in a profile.
@@ -96,7 +96,7 @@ def _machines_of(world: World, codecs: Sequence[str]) -> Machines:
 
 
 def _codec_rate(name: str) -> float:
-    """Bytes of float32 that a core encodes, adds and decodes a second, one after the other."""
+    """Bytes of float32 that a core encodes, adds and decodes per second, in turn."""
     codec = make_codec(name)
     values = numpy.linspace(-1, 1, _CODEC_VALUES, dtype=numpy.float32)
     wire, total = numpy.empty(codec.wire_bytes(values.size), numpy.uint8), numpy.zeros_like(values)

@@ -1,8 +1,8 @@
-"""Local updates: ranks train by themselves, and exchange their parameters in an outer step, once in many steps.
+"""Local updates: each rank trains on its own; once in many steps, an outer step exchanges the parameters.
 
 LocalSGD, DiLoCo, StreamingDiLoCo and SparseLoCo are settings of one mechanism: fragments of the parameters, each with
 an outer step every `sync_every` steps. outer_steps.py has the schedule and the state, fragments.py the exchange.
-In between, ranks send each other only 80 bytes a step: samples, losses, and whether a gradient cannot be used.
+In between, ranks exchange only 80 bytes per step: samples, losses, and whether a gradient cannot be used.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mpitrain.strategies.outer_steps import OuterSchedule, OuterSteps
 from mpitrain.strategies.strategy import Strategy, applied, share_parameters, without_rounds
 from mpitrain.world.world import World
 
-# A rank's gradients go nowhere, so there is no reason to cut them into buckets.
+# A rank's gradients are not sent, so there is no reason to cut them into buckets.
 ONE_BUCKET = 2**62
-# 1 / (1 - 0.9), with the momentum of the papers: the rounds that a velocity holds.
+# 1 / (1 - 0.9), with the momentum of the papers: the number of rounds that a velocity averages over.
 _MOMENTUM_ROUNDS = 10
 
 
@@ -49,12 +49,12 @@ class LocalUpdates(Strategy):
         alpha: float = 0.0,
         by_rank: bool = False,
     ) -> None:
-        """`by_rank`: in an outer step, each rank sends for itself, also to the others of its node."""
+        """`by_rank`: in an outer step, each rank sends its own values, also to the other ranks of its node."""
         self.schedule = OuterSchedule(type(self).__name__, sync_every, warm_up, fragments, delay, alpha)
         self._exchange, self._outer, self._by_rank = exchange, outer, by_rank
 
     def outer_steps(self, world: World, model: LocalModel) -> OuterSteps:
-        """Return the outer steps of a loop that makes its steps itself, such as that of mpitrain.torch.prepare.
+        """Return the outer steps for a loop that makes its own optimizer steps, such as that of mpitrain.torch.prepare.
 
         Collective. Raises what OuterSteps raises.
         """
@@ -62,12 +62,12 @@ class LocalUpdates(Strategy):
 
     @property
     def warm_up(self) -> int:
-        """The first steps of the training that are made as with Sync, so many."""
+        """The number of first steps of the training that are made as with Sync."""
         return self.schedule.warm_up
 
     @property
     def keeps_own_state(self) -> bool:
-        """See Strategy: what is under way is in this rank's parameters too. In the warm-up, it is as with Sync."""
+        """See Strategy: a message under way is also in this rank's parameters. In the warm-up, it is as with Sync."""
         return self.trains_alone
 
     @property
@@ -87,7 +87,8 @@ class LocalUpdates(Strategy):
 
     @property
     def least_rounds(self) -> int:
-        """The rounds that a training needs for outer steps of full length. One with fewer prints a warning."""
+        """The number of rounds that a training needs for outer steps of full length. With fewer, a warning is
+        printed."""
         return 0 if self._outer is None else _MOMENTUM_ROUNDS
 
     def doubt(self, steps: int) -> str:
@@ -139,7 +140,7 @@ class LocalUpdates(Strategy):
         samples = (self._weight, means.weight) if means.is_finite else (0.0, 0.0)
         with self._outer_steps.around_update(*samples):
             rate = adapter.apply_gradients(self._inner.flats, means.remarks) if means.is_finite else 0.0
-        if self._scale:  # not above: an outer step that cannot be made leaves the scale as it was
+        if self._scale:  # not above: if an outer step fails, the scale must not change
             self._scale.update(skipped=not means.is_finite)
         return means, rate
 
@@ -157,7 +158,7 @@ class LocalUpdates(Strategy):
         self._outer_steps.check(state)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See Strategy. A state of Sync, {}, begins a round, without a warm-up. Raises what `check` raises."""
+        """See Strategy. The state of Sync, {}, begins a round without a warm-up. Raises what `check` raises."""
         self._outer_steps.restore(state)
         self._left_to_warm_up = state.get("warm_up", 0) if self._warm_up else 0
 
@@ -181,17 +182,18 @@ class LocalUpdates(Strategy):
 
     @property
     def _reducer(self) -> GradientReducer:
-        """That of the next step: in the warm-up it makes the means of all ranks, afterwards only this rank's."""
+        """The reducer of the next step: in the warm-up it computes the means of all ranks, afterwards only this
+        rank's."""
         return self._warm_up if self._warm_up and self._left_to_warm_up else self._inner
 
 
 class LocalSGD(LocalUpdates):
-    """Each rank makes `sync_every` steps of its own optimizer, on its own samples; then they meet in an *outer step*.
+    """Each rank makes `sync_every` steps of its own optimizer, on its own samples; an *outer step* follows.
 
-    There all ranks continue from the mean of their parameters, weighted by the samples that each has seen in this
-    round. With sync_every=1 and plain SGD, it is Sync, to rounding. On one rank it is plain training, bit for bit. The
-    state of the optimizer, such as momentum, stays with its rank. A rank without samples in a step makes this step with
-    gradients of zeros, so that the schedules of all ranks stay together.
+    In the outer step, all ranks continue from the mean of their parameters, weighted by the samples that each has used
+    in this round. With sync_every=1 and plain SGD, it is Sync, to rounding. On one rank it is plain training, bit for
+    bit. The state of the optimizer, such as momentum, stays with its rank. A rank without samples in a step makes this
+    step with gradients of zeros, so that the schedules of all ranks stay in step.
 
     Between outer steps the parameters differ from rank to rank. Compare, evaluate and export at multiples of
     `sync_every`. A run ends with an outer step.
@@ -207,8 +209,8 @@ class LocalSGD(LocalUpdates):
 
         Args:
             sync_every: steps of a round, at least 1.
-            warm_up: the first steps of the training are made as with Sync, so many.
-            exchange: makes the object that computes means over ranks, for a World.
+            warm_up: the number of first steps of the training that are made as with Sync.
+            exchange: a function of a World that returns the object which computes means over ranks.
 
         Raises:
             ConfigError: a value is not allowed.
@@ -238,7 +240,7 @@ class DiLoCo(LocalUpdates):
         Args:
             sync_every, warm_up, exchange: see LocalSGD.
             outer: the outer optimizer; default: `SGD(0.7, momentum=0.9, nesterov=True)`. `SGD(1.0)` gives LocalSGD. Its
-                weight decay, if any, applies to nothing, and its clip_norm to each fragment and dtype by itself.
+                weight decay has no effect, and its clip_norm applies to each fragment and dtype separately.
 
         Raises:
             ConfigError: a value is not allowed.
@@ -252,12 +254,12 @@ def _nesterov() -> Optimizer:
 
 
 class StreamingDiLoCo(LocalUpdates):
-    """As DiLoCo, for one fragment of the parameters at a time, so that the network has less to do at once.
+    """As DiLoCo, but one fragment of the parameters at a time, which spreads the network load.
 
-    The parameters are cut, in their order, into fragments of equally many elements. Each fragment has an outer step
+    The parameters are cut, in their order, into fragments of equal numbers of elements. Each fragment has an outer step
     once in `sync_every` steps, and the outer steps of the fragments are spread evenly over a round. A fragment is sent
     while the next `delay` steps compute. Then a rank continues from `alpha` times its own values, and 1 - alpha times
-    the common ones. The replicas are equal at the end of a run only.
+    the common ones. The replicas are equal only at the end of a run.
 
     Source: Douillard et al., Streaming DiLoCo with overlapping communication, arXiv 2501.18512 (2025), algorithm 2;
     alpha and the delay have the values of the paper. For its 4-bit exchange, set MPITRAIN_COMPRESSION=int4.
@@ -298,7 +300,7 @@ class StreamingDiLoCo(LocalUpdates):
 
 
 class SparseLoCo(LocalUpdates):
-    """As LocalSGD, but a rank sends a few values of its part in an outer step, and keeps the rest for the next ones.
+    """As LocalSGD, but in an outer step a rank sends only a few of its values, and keeps the rest for later ones.
 
     In round t, with the common parameters c, the parameters w of this rank after `sync_every` steps, its share s of the
     samples of the round, and the values e that it has kept:
@@ -308,17 +310,17 @@ class SparseLoCo(LocalUpdates):
         e = e - sent
         c = c - the sum of what all ranks have sent
 
-    So the outer optimizer is SGD with a rate of 1 and without momentum; what is kept takes the place of the momentum.
+    So the outer optimizer is SGD with a rate of 1 and without momentum; the kept values take the place of momentum.
     With equal shares, e is that of the source divided by the number of ranks, and c is the same.
 
     Each rank sends its values to every other rank, also inside a node; compression/quantised_top_k.py has the format.
-    The bytes grow with the number of ranks. On one rank nothing is sent, and it is plain training, bit for bit. What is
-    left of e at the end of a run is in no parameter, but in a checkpoint.
+    The bytes grow with the number of ranks. On one rank nothing is sent, and it is plain training, bit for bit. The
+    rest of e at the end of a run is not in the parameters, but it is in a checkpoint.
 
     Source: Sarfi, Therien, Lidin and Belilovsky, Communication Efficient LLM Pre-training with SparseLoCo, arXiv
     2508.15706 (2025). The defaults are those of the authors' code (github.com/tplr-ai/templar, version 2.1.3: 30 inner
-    steps, 64 of 4096, 4 bins, momentum_decay 0.95, outer_learning_rate 1). Other than there, blocks are 4096 values of
-    the flat parameters, not of one tensor, and ranks count by their samples.
+    steps, 64 of 4096, 4 bins, momentum_decay 0.95, outer_learning_rate 1). Unlike in that code, blocks are 4096 values
+    of the flat parameters, not of one tensor, and ranks are weighted by their samples.
     """
 
     def __init__(self, sync_every: int = 30, *, density: float = 1 / 64, bits: int = 2, decay: float = 0.95) -> None:
@@ -326,7 +328,7 @@ class SparseLoCo(LocalUpdates):
 
         Args:
             sync_every: see LocalSGD.
-            density: the part of the values that a rank sends, 1/4096 to 0.5. A block sends at least one.
+            density: the fraction of the values that a rank sends, 1/4096 to 0.5. A block sends at least one.
             bits: of each value that is sent, its sign included, 1 to 4.
             decay: the factor of what a rank has kept, at each outer step, 0 to 1. 0: what is not sent is lost. 1:
                 nothing is lost.
@@ -348,7 +350,7 @@ class SparseLoCo(LocalUpdates):
 
     @property
     def least_rounds(self) -> int:
-        """See LocalUpdates: in so many rounds, as many values are sent as there are."""
+        """See LocalUpdates: after this many rounds, the number of sent values equals the number of parameters."""
         return math.ceil(1 / self._density)
 
     def outer_steps(self, world: World, model: LocalModel) -> OuterSteps:
@@ -367,10 +369,10 @@ class SparseLoCo(LocalUpdates):
         world.agree("begin", [settings, f"buffers: {buffers}", f"not float32: {others}"])
         problem = ""
         if compression not in ("none", "auto"):
-            problem = f"compression={compression}: it has a form of its own. Leave compression out, or use mt.DiLoCo"
+            problem = f"compression={compression}: it has its own wire format. Leave compression out, or use mt.DiLoCo"
         elif world.config.reduction == "exact":
             problem = (
-                "reduction=exact: it adds up what it keeps of each rank in float32. Take reduction=plain, or mt.DiLoCo"
+                "reduction=exact: it accumulates each rank's kept values in float32. Use reduction=plain, or mt.DiLoCo"
             )
         elif buffers:
             problem = (

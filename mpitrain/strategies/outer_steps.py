@@ -1,4 +1,4 @@
-"""The outer steps of local updates: when each fragment has one, and what checkpoints keep of them.
+"""The outer steps of local updates: their schedule for each fragment, and their state in checkpoints.
 
     step           1   2   3  ...  sync_every     sync_every + 1
     rank 0         ──────────────────┐  outer  ┌──────────────
@@ -7,9 +7,9 @@
 The `sync_every` steps are a *round*. For each step of a rank, `begin_step` is called, then
 `around_update`.
 
-A checkpoint has a part of all ranks, with the parameters of the last outer step, and a part of each rank: its
-parameters and optimizer, and what it adds to the next outer steps. With other ranks than before, all begin with the
-parameters of the last outer step. What the ranks before had learned since then goes into the next one.
+A checkpoint has a common part, with the parameters of the last outer step, and a part for each rank: its parameters and
+optimizer, and what it adds to the next outer steps. If the ranks have changed, all begin with the parameters of the
+last outer step. What the earlier ranks had learned since then goes into the next one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mpitrain.world.world import World
 
 @dataclass(frozen=True)
 class OuterSchedule:
-    """The numbers of a strategy, which describes them as its arguments. `kind` is its name.
+    """The settings of a strategy, which documents them as its arguments. `kind` is its name.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -71,7 +71,7 @@ class OuterSchedule:
 
     @property
     def offsets(self) -> list[int]:
-        """The steps of a round after which each fragment is sent: at equal distances, the last one at the end."""
+        """The steps of a round after which each fragment is sent: at equal intervals, the last one at the end."""
         return [-(-self.sync_every * number // self.fragments) for number in range(1, self.fragments + 1)]
 
 
@@ -80,7 +80,7 @@ class OuterSteps:
 
     Attributes:
         fragments: the parts of the parameters.
-        steps: the number of steps made in the present round.
+        steps: the number of steps made in the current round.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class OuterSteps:
             raise everywhere(
                 ConfigError(
                     f"compression={setting}: an outer step exchanges ranges of all parameters, which have no matrices "
-                    "that power_sgd could send as products. Take a codec, such as int8, or train with mt.Sync"
+                    "that power_sgd could send as products. Use a codec, such as int8, or train with mt.Sync"
                 )
             )
         self._world, self._model, self._schedule = world, model, schedule
@@ -119,7 +119,7 @@ class OuterSteps:
             for pieces, offset in zip(cut(model, schedule.fragments), schedule.offsets, strict=True)
         ]
         self.steps = 0
-        self._is_resumed = False  # True: the ranks have not yet counted the samples that a resume has left them
+        self._is_resumed = False  # True: the ranks have not yet counted the samples that they have after a resume
 
     @property
     def replicas_are_equal(self) -> bool:
@@ -142,7 +142,7 @@ class OuterSteps:
     # -- the steps of a round ----------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Begin a step. Fragments that are sent with a delay start here, from the committed values."""
+        """Begin a step. Fragments with a delay are sent from here, with the committed values."""
         self._count_resumed()
         if self.replicas_are_equal and not self._is_plain:
             for fragment in self.fragments:
@@ -153,7 +153,7 @@ class OuterSteps:
 
     @contextmanager
     def around_update(self, samples: float, all_samples: float) -> Iterator[None]:
-        """Put the update of this rank's parameters into this context. An outer step follows there if it is due.
+        """A context for the update of this rank's parameters. At its end, an outer step follows if it is due.
 
         Args:
             samples: of this rank in this step; 0 if the update is skipped.
@@ -187,7 +187,7 @@ class OuterSteps:
         self.steps = 0 if self._is_plain else (self.steps + 1) % self._schedule.sync_every
 
     def end_round(self) -> None:
-        """End the round here, with all that is under way. Collective.
+        """End the round here, including all messages under way. Collective.
 
         Raises:
             NonFiniteError: see Fragment.finish. The round continues.
@@ -212,11 +212,11 @@ class OuterSteps:
 
     @property
     def _is_plain(self) -> bool:
-        """One rank trains, and begins no round, since its end would change nothing."""
+        """Whether a single rank trains, without rounds, because their ends would change nothing."""
         return self._world.size == 1 and not self._has_outer and all(fragment.is_idle for fragment in self.fragments)
 
     def _due(self, steps: int) -> Sequence[Fragment]:
-        """The fragments that are sent when so many steps of a round have been made."""
+        """The fragments that are sent after this many steps of a round."""
         return [fragment for fragment in self.fragments if fragment.offset == steps]
 
     def _count(self, samples: float, all_samples: float) -> None:
@@ -224,7 +224,8 @@ class OuterSteps:
             fragment.count(samples, all_samples)
 
     def _count_resumed(self) -> None:
-        """Count the samples of all ranks after a resume: parts of ranks may have been lost. Collective then."""
+        """After a resume, count the samples of all ranks, because ranks' parts may have been lost. Collective in that
+        case."""
         if not self._is_resumed:
             return
         weights = numpy.array([fragment.weight for fragment in self.fragments])
@@ -235,7 +236,7 @@ class OuterSteps:
     @contextmanager
     def _taken_back_on_error(self) -> Iterator[None]:
         """Make the last step before an outer step, and the outer step, with one commit."""
-        # Only this step shows whether the ranks can meet after it. If they cannot, nothing has changed.
+        # Only this step shows whether the outer step after it is possible. If it is not, nothing has changed.
         before = host_copy(self._model.state())
         counts = [fragment.counts for fragment in self.fragments]
         try:
@@ -247,10 +248,11 @@ class OuterSteps:
                 fragment.counts = counted
             raise
 
-    # -- what is the same on all ranks -------------------------------------------------------------------------------
+    # -- the common state ---------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What is the same on every rank: `outer` if there is an outer optimizer, `round` in the middle of one."""
+        """The state that is the same on every rank: `outer` if there is an outer optimizer, `round` in the middle of a
+        round."""
         state: dict[str, Any] = {}
         if self._has_outer:
             state["outer"] = self._outer_state()
@@ -277,8 +279,8 @@ class OuterSteps:
         kinds, saved_kinds = ({number: of.keys() for number, of in one.items()} for one in (own, outer))
         if outer and kinds != saved_kinds:
             raise CheckpointError(
-                "the checkpoint has the state of another outer optimizer, or of other fragments; continue with the "
-                "strategy that has made it"
+                "the checkpoint has the state of another outer optimizer, or of other fragments; continue "
+                "with the strategy that saved it"
             )
         for number, of_number in outer.items():
             for dtype, saved in of_number.items():
@@ -292,7 +294,7 @@ class OuterSteps:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`; that of Sync, {}, begins a round. Raises what `check` raises.
 
-        Collective: what is under way is thrown away.
+        Collective: messages under way are discarded.
         """
         self.check(state)
         begun: Mapping[str, Any] = state.get("round", {})
@@ -322,12 +324,12 @@ class OuterSteps:
         }
 
     def _round_state(self) -> dict[str, Any]:
-        """What is the same on all ranks in a round."""
+        """The common state within a round."""
         return {
             "steps": self.steps,
             "sync_every": self._schedule.sync_every,
             "delay": self._schedule.delay,
-            # With those of what has not arrived: it is sent anew.
+            # Including the samples of a message that has not arrived, because it is sent again.
             "samples": [
                 one.all_samples + (one.sent.all_samples if one.sent and not one.sent.has_arrived else 0.0)
                 for one in self.fragments
@@ -354,17 +356,18 @@ class OuterSteps:
                 piece.of(copied)[...] = value
         return copied
 
-    # -- what is of each rank ----------------------------------------------------------------------------------------
+    # -- the state of each rank ---------------------------------------------------------------------------------------
 
     def own_state(self) -> dict[str, Any]:
-        """Return `whole_own_state`, or {} if a checkpoint of the model is enough for one rank. Collective."""
+        """Return `whole_own_state`, or {} if there is one rank, for which a checkpoint of the model is enough.
+        Collective."""
         own = self.whole_own_state()
         return {} if self._world.size == 1 and all(fragment.is_idle for fragment in self.fragments) else own
 
     def whole_own_state(self) -> dict[str, Any]:
         """Return this rank's model, `local`, and what it adds to the outer steps: `residual`, `carried`. Collective.
 
-        What is under way arrives first, so that the state is complete.
+        It first waits for messages under way, so that the state is complete.
         """
         if not self._world.control.is_broken:
             finish_all(self.fragments)
@@ -400,7 +403,7 @@ class OuterSteps:
         self._is_resumed = True
 
     def close(self) -> None:
-        """Give back the communicators. Collective, except in a broken World."""
+        """Free the communicators. Collective, except in a broken World."""
         for fragment in self.fragments:
             if not self._world.control.is_broken:
                 fragment.drop()

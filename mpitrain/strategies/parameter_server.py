@@ -1,4 +1,5 @@
-"""parameter_server: a server holds the parameters, and workers that come and go compute gradients of its units."""
+"""parameter_server: a server holds the parameters, and workers, which may come and go, compute gradients of its
+units."""
 
 from __future__ import annotations
 
@@ -28,12 +29,11 @@ class ParameterServer(ServedStrategy):
     """Training with a server and workers, as `mpitrain serve`, `mpitrain work` and `mpitrain run --servers` start them.
 
     A worker pulls a unit (some samples of the epoch) with the parameters, and pushes the gradient. The server makes an
-    update of one or of several gradients, by the mode; docs/how-to/parameter-server.md compares the modes. Workers may
-    join and leave at
-    any time. Each sample of an epoch is in exactly one update, whatever happens to workers. Several servers divide the
-    parameters.
+    update from one or several gradients, depending on the mode; docs/how-to/parameter-server.md compares the modes.
+    Workers may join and leave at any time. Each sample of an epoch is in exactly one update, whatever happens to
+    workers. Several servers divide the parameters.
 
-    In one process without servers, the strategy trains as Sync does. It does not train on several equal ranks.
+    In one process without servers, the strategy trains as Sync does. It cannot train on several equal ranks.
     """
 
     def __init__(
@@ -50,10 +50,11 @@ class ParameterServer(ServedStrategy):
 
         Args:
             mode: "sync": all gradients of a step are computed with the same parameters, and the step is that of one
-                process, to rounding. "async": each gradient makes an update when it comes. "bounded": as async, but a
+                process, to rounding. "async": each gradient makes an update when it arrives. "bounded": as async, but a
                 worker waits while it is more than `staleness` units ahead of the slowest one.
             staleness: for "bounded", at least 0.
-            backup: for "sync": so many answers of a step are not waited for. Their samples go out again.
+            backup: for "sync": the number of results per step that the server does not wait for. Their samples are
+                handed out again.
             unit_samples: samples of a work unit. Default for "sync": the global batch is cut into one unit for each
                 worker. It cannot be set with `backup`. Default for the others: the global batch.
             staleness_correction: not for "sync": the learning rate of an update is divided by its staleness, the number
@@ -103,8 +104,8 @@ class ParameterServer(ServedStrategy):
 
         Raises:
             ConfigError: the World has several ranks; or the learning rate of this adapter cannot be corrected for
-                staleness; or the compression is "auto"; or there is another number of servers than was given, or there
-                are several, and this adapter's parameters cannot be divided between them.
+                staleness; or the compression is "auto"; or the number of servers is not the given one, or there are
+                several servers and this adapter's parameters cannot be divided between them.
         """
         job = the_job()
         self._world, self._adapter = world, adapter
@@ -120,7 +121,7 @@ class ParameterServer(ServedStrategy):
             if world.config.reduction == "exact":
                 raise everywhere(
                     ConfigError(
-                        "reduction=exact: a server adds up gradients in the order in which they come; take "
+                        "reduction=exact: a server adds up gradients in the order in which they arrive; use "
                         "reduction=plain, or train with mt.Sync"
                     )
                 )
@@ -141,8 +142,7 @@ class ParameterServer(ServedStrategy):
         """See ServedStrategy.
 
         Raises:
-            ConfigError: the samples of the data have no numbers; or processes that are needed have ended with an
-                earlier run.
+            ConfigError: the samples of the data have no numbers; or required processes have ended with an earlier run.
         """
         if self._server is not None:
             return
@@ -170,8 +170,8 @@ class ParameterServer(ServedStrategy):
 
         Raises:
             ConfigError: this process is a worker, or a further server; or a hook has restored another state, and the
-                processes that are needed cannot be started again. Then the error is raised on every rank.
-            GradientError: several workers have sent what cannot be used for the same samples.
+                required processes cannot be started again. In that case the error is raised on every rank.
+            GradientError: several workers have sent unusable gradients for the same samples.
             LaunchError: another server is gone.
         """
         if self.role != "server":
@@ -197,8 +197,8 @@ class ParameterServer(ServedStrategy):
         return made
 
     def end_serving(self, error: BaseException | None) -> None:
-        """See ServedStrategy. Workers continue waiting for a server that has failed, unless the gradients are why, or
-        ConfigError in a job whose server cannot come back."""
+        """See ServedStrategy. Workers keep waiting for a failed server, unless the cause is the gradients, or a
+        ConfigError in a job whose server cannot restart."""
         if self._server is None:
             return
         server, self._server = self._server, None
@@ -208,8 +208,8 @@ class ParameterServer(ServedStrategy):
             if error is None or not isinstance(failed, Exception):
                 error = failed
                 raise
-            if not isinstance(error, LostServerError):  # that has said all
-                self._participant.say(f"after {type(error).__name__}, the model here is not whole: {failed}")
+            if not isinstance(error, LostServerError):  # its message is complete
+                self._participant.say(f"after {type(error).__name__}, the model here is incomplete: {failed}")
         finally:
             if error is None:
                 self._participant.say(self._stats.line())
@@ -254,14 +254,14 @@ class ParameterServer(ServedStrategy):
         return self._alone.finish_step(adapter, loss)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See Strategy and Sync.restore. A server needs nothing of it."""
+        """See Strategy and Sync.restore. A server needs no part of the state."""
         if self.role:
             refuse_round(state)
         else:
             self._alone.restore(state)
 
     def check(self, state: dict[str, Any]) -> None:
-        """See Strategy. `state` has nothing of Sync's."""
+        """See Strategy. `state` has no entries of Sync."""
         if self.role:
             refuse_round(state)
         else:
@@ -272,7 +272,7 @@ class ParameterServer(ServedStrategy):
         return {} if self.role else self._alone.own_state()
 
     def restore_own(self, state: dict[str, Any]) -> None:
-        """See Strategy. What ranks have left out so far is added to the first update of a server."""
+        """See Strategy. The ranks' residuals are added to the first update of a server."""
         if self.role:
             self._carried = without_rounds(state).get("carried", {})
         else:
@@ -296,7 +296,7 @@ class ParameterServer(ServedStrategy):
 
     def _check_servers(self) -> None:
         number = self._role.num_servers
-        if number and self._servers not in (None, number):  # 0: the first server, which has checked it, will tell
+        if number and self._servers not in (None, number):  # 0: the first server has checked it and will send it
             raise ConfigError(
                 f"{self._world.name()}: ParameterServer(servers={self._servers}), and {number} were started; start "
                 f"them with `--servers {self._servers}` of `mpitrain run` or `mpitrain serve`, or leave servers out"

@@ -1,4 +1,4 @@
-"""What one rank of a pipeline does in a step: its passes, in the schedule's order, and the messages between them.
+"""The work of one rank of a pipeline in a step: its passes, in the schedule's order, and the messages between them.
 
     gpipe, 4 micro-batches, stage 1 of 2      F0 F1 F2 F3 B0 B1 B2 B3
     1f1b, 4 micro-batches, stage 0 of 2       F0 F1 B0 F2 B1 F3 B2 B3
@@ -6,9 +6,9 @@
 Both take (m + s - 1) times the time of a micro-batch, for m micro-batches and s stages. GPipe keeps the activations of
 m micro-batches, 1F1B those of at most s. With `interleaved`, each rank has several pieces of the model, and waits less.
 
-Messages are activations and their gradients: arrays, without pickle. A message says dtype and shape before the values,
+Messages are activations and their gradients: arrays, without pickle. A message gives dtype and shape before the values,
 because micro-batches may have different numbers of samples. A send does not wait. No MPI library moves a large message
-while its sender computes, so a thread calls MPI meanwhile.
+while its sender computes, so a thread calls MPI during the computation.
 
 Sources: Huang et al., GPipe, arXiv:1811.06965; Harlap et al., PipeDream, SOSP 2019 (1F1B); Narayanan et al., Efficient
 Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, arXiv:2104.04473, section 2.2 (1F1B with a flush,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _HEADER = 16  # numbers of 8 bytes: the dtype, whether bfloat16 travels, the number of dimensions, the dimensions
 _MOST_DIMENSIONS = _HEADER - 3
-# Shorter messages leave at once, in any call of MPI (the libraries' limits are 4 to 64 KiB).
+# Shorter messages are sent at once, in any call of MPI (the libraries' limits are 4 to 64 KiB).
 _LONG_BYTES = 4096
 _NAP_SECONDS = 300e-6
 
@@ -62,10 +62,11 @@ class Activations:
         self._driver = make_driver(world, self._progress, allows_threads())
 
     def send(self, array: Array, to: int, tag: int) -> None:
-        """Begin to send a floating array to a rank. The array may change after the call. Arrays of a tag stay in order.
+        """Begin to send a floating array to a rank. The array may change after the call. Arrays with the same tag stay
+        in order.
 
         Raises:
-            ConfigError: the array is of another dtype, or has more than 13 dimensions.
+            ConfigError: the array is not floating-point, or has more than 13 dimensions.
         """
         host = array.get() if is_device_array(array) else array
         kind = FLOATS.index(host.dtype) if host.dtype in FLOATS else -1
@@ -86,7 +87,7 @@ class Activations:
         self._resume()
 
     def receive(self, source: int, tag: int) -> numpy.ndarray:
-        """Wait for the next array of a rank with this tag: a new one on the host, in the dtype that was sent."""
+        """Wait for the next array from a rank with this tag: a new CPU array, in the dtype that was sent."""
         from mpi4py import MPI
 
         control, status = self._world.control, MPI.Status()
@@ -112,12 +113,12 @@ class Activations:
         return values.astype(FLOATS[kind], copy=False)
 
     def finish(self) -> None:
-        """Wait until everything has left."""
+        """Wait until everything has been sent."""
         self._pause()
         self._world.control.wait(until(self._is_empty, patient_naps()), "activations to the next stages")
 
     def close(self) -> None:
-        """Give back the thread and the communicator. Collective; in a broken World only the thread ends."""
+        """End the thread and free the communicator. Collective; in a broken World only the thread ends."""
         if self._driver:
             self._driver.stop()
             self._driver.close()
@@ -130,7 +131,7 @@ class Activations:
         return not self._sent
 
     def _progress(self) -> float | None:
-        """Is called by the thread, while this rank computes."""
+        """Called by the thread, while this rank computes."""
         return None if self._is_empty() else _NAP_SECONDS
 
     def _pause(self) -> None:
@@ -156,7 +157,7 @@ class Pass(NamedTuple):
 def order(schedule: str, stage: int, num_stages: int, num_pieces: int, num_micro: int) -> list[Pass]:
     """Return the passes of a rank, in order.
 
-    No rank waits for ever, also if all ranks of a pipeline leave out the same micro-batches.
+    The order is free of deadlocks, even if all ranks of a pipeline leave out the same micro-batches.
 
     Args:
         schedule: one of SCHEDULES.
@@ -179,7 +180,8 @@ def order(schedule: str, stage: int, num_stages: int, num_pieces: int, num_micro
 
 
 def _nth(is_forward: bool, number: int, num_stages: int, num_pieces: int) -> Pass:
-    """The pieces take turns, each with as many micro-batches as there are stages. Backwards, the last is first."""
+    """The pieces take turns, each with as many micro-batches as there are stages. In backward passes, the last piece is
+    first."""
     if num_pieces == 1:
         return Pass(is_forward, 0, number)
     group, place = divmod(number, num_stages * num_pieces)
@@ -189,10 +191,11 @@ def _nth(is_forward: bool, number: int, num_stages: int, num_pieces: int) -> Pas
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Where a rank is: rank r is stage r % num_stages of pipeline r // num_stages.
+    """A rank's place: rank r is stage r % num_stages of pipeline r // num_stages.
 
-    So a pipeline's ranks are neighbours: on one node, if it fits there. Activations are waited for many times a step,
-    and stay in the memory of the node. Gradients go between nodes once in a step, each rank's those of its own stage.
+    So a pipeline's ranks are neighbours: on one node, if it has enough ranks. Activations, which ranks wait for many
+    times per step, stay in the memory of the node. Gradients travel between nodes once per step; each rank sends those
+    of its own stage.
     """
 
     rank: int
@@ -224,7 +227,8 @@ class StagePasses:
 
     Attributes:
         num_samples: this rank's samples in this step.
-        not_finite: where NaN or infinity was first seen in this step: an order of these places, and words for it.
+        not_finite: where NaN or infinity was first found in this step: the position in the order of places, and its
+            description.
     """
 
     def __init__(
@@ -261,7 +265,7 @@ class StagePasses:
 
     def _forward(self, one: Pass, inputs: Array, targets: Tree, part: slice, count: int) -> float:
         place, piece = self._place, self.pieces[one.piece]
-        number = one.piece * place.num_stages + place.stage  # of the piece, in the order of the model
+        number = one.piece * place.num_stages + place.stage  # the number of the piece, in the order of the model
         here = inputs[part] if number == 0 else self._messages.receive(place.neighbour(-1), 2 * number)
         if number == place.num_pieces * place.num_stages - 1:
             share: float = (part.stop - part.start) / count
@@ -281,7 +285,7 @@ class StagePasses:
         gradient = piece.backward(one.micro, given, is_last=is_last)
         if number:
             assert gradient is not None, f"piece {number} gives no gradient of its inputs"
-            # What comes forwards comes first, so a backward pass is behind all of those.
+            # Forward passes come first, so a backward pass is ordered after all of them.
             where = 2 * last - number + 1, one.micro
             self._look(gradient, where, f"the gradient by the inputs of micro-batch {one.micro}")
             self._messages.send(gradient, place.neighbour(-1), 2 * number - 1)
@@ -292,7 +296,8 @@ class StagePasses:
         return self._activations
 
     def _look(self, values: Array, where: tuple[int, int], words: str) -> None:
-        """Note the first place that holds NaN or infinity: one sum is cheap beside the pass that made the values."""
+        """Note the first place that holds NaN or infinity: one sum is cheap compared with the pass that made the
+        values."""
         if self.not_finite is not None:
             return
         is_finite = namespace(values).isfinite
@@ -321,7 +326,7 @@ class StagePasses:
                 raise self._other_part(rank, first, f" ({count} samples, not {counts[first]})")
 
     def objection(self, problem: GradientError | None) -> GradientError:
-        """Return the error of the stage that objects, for every rank to raise. `problem`: this one's. Collective."""
+        """Return the error of the stage with a problem, for every rank to raise. `problem`: this rank's. Collective."""
         objected = None if problem is None else (type(problem).__name__, str(problem))
         of_all = self._world.allgather((objected, self.not_finite))
         stages = self._place.num_stages

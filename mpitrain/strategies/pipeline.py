@@ -1,4 +1,4 @@
-"""pipeline: consecutive layers on consecutive ranks, and micro-batches on their way through them.
+"""pipeline: consecutive layers on consecutive ranks, through which micro-batches pass.
 
     2 pipelines of 2 stages, 4 ranks                    stage 0, layers 0 1      stage 1, layers 2 3
                                         pipeline 0      rank 0  ─activations─>   rank 1
@@ -43,7 +43,7 @@ from mpitrain.world.world import World
 
 
 def lend_state(world: World, place: StagePlace, apart: World, staged: StagedAdapter, *, reads: bool) -> None:
-    """Bring the state of all stages to the ranks that read it, each from its own pipeline. Collective.
+    """Send the state of all stages to the ranks that read it, each from its own pipeline. Collective.
 
     Args:
         apart: the same ranks, with a communicator for these messages.
@@ -60,7 +60,7 @@ def lend_state(world: World, place: StagePlace, apart: World, staged: StagedAdap
     readers = world.allgather(reads)
     begin = place.pipeline * place.num_stages
     pipeline, states = range(begin, begin + place.num_stages), []
-    for source in pipeline:  # one after the other, so that a rank that reads has room for one more at a time
+    for source in pipeline:  # one after the other, so that a reading rank needs room for only one more at a time
         if source == world.rank:
             own = staged.own_state()
             states.append(own)
@@ -76,15 +76,15 @@ def lend_state(world: World, place: StagePlace, apart: World, staged: StagedAdap
 class Pipeline(MeanStrategy):
     """Pipelines of stages, with data parallelism across them; see Strategy for the calls, and large-models.md.
 
-    Checkpoints have the whole model and no stage: they are those of Sync with the same adapter, and load with any
-    number of stages. While one is taken, the ranks that write it need the memory of the whole model's state.
+    Checkpoints contain the whole model and nothing about stages: they are those of Sync with the same adapter, and load
+    with any number of stages. While one is taken, the ranks that write it need the memory of the whole model's state.
 
-    The layers of a lost rank are lost. So with several stages, a job of `mpitrain run --recover` starts again from the
-    in-memory checkpoint, as without --recover. With --max-restarts 0 too, it is refused.
+    The layers of a lost rank are lost. So with several stages, a job of `mpitrain run --recover` restarts from the
+    in-memory checkpoint, as without --recover. Together with --max-restarts 0, it is refused.
 
     Attributes:
         layers: since `begin`: the layers of each piece, in the order of the model; piece i is on stage i % num_stages.
-        costs: since `begin`, with stages="auto": what each layer costs, on each stage. Else empty.
+        costs: since `begin`, with stages="auto": the cost of each layer on each stage. Otherwise empty.
     """
 
     keeps_own_state = True
@@ -105,22 +105,22 @@ class Pipeline(MeanStrategy):
         """Give the same values on every rank.
 
         Args:
-            stages: the number of stages, which have equal numbers of layers up to one; or the number of layers of each
-                stage. The number of ranks is a multiple. With 1, any adapter will do, and this is Sync. "auto": `begin`
-                measures each layer on every rank, and cuts so that the slowest stage takes the least time. That takes
-                about as long as 5 passes of `sample` through the whole model. A resumed run measures again, and may
-                cut elsewhere.
+            stages: the number of stages, whose numbers of layers differ by at most one; or the number of layers of each
+                stage. The number of ranks must be a multiple of it. With 1, any adapter is allowed, and this is Sync.
+                "auto": `begin` measures each layer on every rank, and cuts the model so that the slowest stage takes
+                the least time. That takes about as long as 5 passes of `sample` through the whole model. A resumed run
+                measures again, and may cut elsewhere.
             schedule: "1f1b", "gpipe" or "interleaved".
-            micro_batches: the number of parts in which each pipeline's part of a batch goes through the stages. If it
-                has fewer samples, each sample is a part.
-            num_stages: with stages="auto" alone: their number. Default: as many as there are ranks.
-            sample: with stages="auto" alone: the batch to measure with, as large as a micro-batch. Only times depend on
+            micro_batches: the number of parts into which each pipeline's part of a batch is divided. If that has fewer
+                samples, each sample is a part.
+            num_stages: only with stages="auto": the number of stages. Default: as many as there are ranks.
+            sample: only with stages="auto": the batch to measure with, as large as a micro-batch. Only times depend on
                 its values.
-            pieces: with "interleaved" alone: the number of pieces of the model on each rank. Default: 2.
+            pieces: only with "interleaved": the number of pieces of the model on each rank. Default: 2.
             recompute: keep only the inputs of a piece, and compute its forward pass twice.
             activations: "bf16": activations and their gradients travel as bfloat16, and so are rounded to 8 bits.
-                Default: in the dtype in which layers give them.
-            exchange: makes the object that computes the means of a stage, for the World of its ranks.
+                Default: the dtype that the layers return.
+            exchange: a function of the World of a stage's ranks that returns the object which computes means over them.
 
         Raises:
             ConfigError: a value is not allowed.
@@ -141,9 +141,9 @@ class Pipeline(MeanStrategy):
         return self._place.num_stages > 1
 
     def replicas(self, world: World) -> World:
-        """Return the World of the ranks that have the same stage as this one: a rank for each pipeline. Collective.
+        """Return the World of the ranks with the same stage as this one: one rank of each pipeline. Collective.
 
-        Make the data for it: then all stages of a pipeline get the same part of each batch. `close` frees it.
+        Make the data for this World: then all stages of a pipeline get the same part of each batch. `close` frees it.
 
         Raises:
             ConfigError: the number of stages does not divide that of the ranks. Raised on every rank.
@@ -164,7 +164,7 @@ class Pipeline(MeanStrategy):
         """See Strategy. All ranks of a stage get the parameters of the first one.
 
         Raises:
-            ConfigError: the model cannot be cut so, or what belongs to it does not work with stages. Raised on every
+            ConfigError: the model cannot be cut this way, or some part of it does not work with stages. Raised on every
                 rank.
             MismatchError: the ranks differ in settings or model. Raised on every rank.
         """
@@ -178,7 +178,7 @@ class Pipeline(MeanStrategy):
         )
         settings = [self._schedule, f"{self._num_micro} micro-batches", f"{self._num_pieces} pieces", kind]
         world.agree("begin a pipeline", [*settings, f"recompute={self._recompute}", f"bf16={self._narrow}"])
-        try:  # what is refused here is the same on every rank
+        try:  # errors here are the same on every rank
             self._check_job()
             staged = staged_of(adapter) if needs_layers or is_staged(adapter) else None
             self.layers, self.costs = self._cut(staged) if staged else ([], [])
@@ -192,22 +192,22 @@ class Pipeline(MeanStrategy):
         share_parameters(replicas, adapter)
 
     def _cut(self, staged: StagedAdapter) -> tuple[list[range], list[list[LayerCost]]]:
-        """Return the layers of each piece, and what was measured to find them. Collective."""
+        """Return the layers of each piece, and the costs from which they were chosen. Collective."""
         world, count = self._world, self._place.num_stages
         if not isinstance(self._stages, str):
             return cut_layers(self._stages, self._num_pieces, staged.num_layers), []
         check_num_layers(count, self._num_pieces, staged.num_layers)
         with world.together("measure the layers"):
             own = staged.layer_costs(self._sample, recompute=self._recompute)
-        costs = costs_of_stages(world.allgather(own), count)  # the same on every rank, and so is the cut
+        costs = costs_of_stages(world.allgather(own), count)  # equal on every rank, and so is the cut
         return balanced_cut(costs, self._num_pieces), costs
 
     def table(self) -> str:
         """Return lines with the stage, milliseconds and MiB of each layer, since `begin`, with stages="auto".
 
-        They are those of a micro-batch, on the slowest rank of the stage. Parameters are counted without gradients and
-        the optimizer's state, activations as a layer keeps them for its backward pass. A rank keeps those of several
-        micro-batches, which depends on the schedule. Not collective; the lines are the same on every rank.
+        They are for one micro-batch, on the slowest rank of the stage. Parameters are counted without gradients and the
+        optimizer's state, and activations as a layer keeps them for its backward pass. A rank keeps the activations of
+        several micro-batches; the schedule determines how many. Not collective; the lines are the same on every rank.
 
         Raises:
             ConfigError: nothing was measured.
@@ -217,7 +217,7 @@ class Pipeline(MeanStrategy):
         return table_of(self.layers, self.costs)
 
     def _check_job(self) -> None:
-        """Raise ConfigError for what does not go with several stages."""
+        """Raise ConfigError for settings that do not work with several stages."""
         if not self.divides_model:
             return
         if self._world.committer is not None and not self._world.context.keeper:
@@ -227,12 +227,13 @@ class Pipeline(MeanStrategy):
             )
         if self._world.config.compression != "none":
             raise ConfigError(
-                f"compression {self._world.config.compression} does not work with several stages: what it leaves out "
-                "belongs to one stage. Leave MPITRAIN_COMPRESSION out; activations='bf16' shortens activations"
+                f"compression {self._world.config.compression} does not work with several stages: its residual "
+                "belongs to one stage. Leave MPITRAIN_COMPRESSION out; activations='bf16' shortens "
+                "activations"
             )
 
     def _begin_stages(self, staged: StagedAdapter, layers: Sequence[range]) -> None:
-        """Let every rank make its layers, and connect the stages."""
+        """Make this rank's layers, and connect the stages."""
         world, place = self._world, self._place
         count = place.num_stages
         if count > 1:
@@ -243,7 +244,7 @@ class Pipeline(MeanStrategy):
         with world.together(f"make the layers of stage {place.stage}"):
             self._passes.pieces = staged.cut(Cut(own, owners, self._recompute, self._passes.run, self._norm_of_all))
             if any(is_device_array(value) for value in staged.parameters().values()) and count > 1:
-                raise ConfigError("parameters are on a GPU; stages work on the host only. Use mt.Sync on GPUs")
+                raise ConfigError("parameters are on a GPU; stages work on the CPU only. Use mt.Sync on GPUs")
         shapes = (
             world.allgather({name: value.shape for name, value in staged.parameters().items()}) if count > 1 else []
         )
@@ -253,8 +254,8 @@ class Pipeline(MeanStrategy):
         """See Strategy.
 
         Raises:
-            NonFiniteError: the error names the rank, stage and micro-batch where NaN or infinity came first. Raised on
-                every rank.
+            NonFiniteError: the error names the rank, stage and micro-batch where NaN or infinity first occurred. Raised
+                on every rank.
         """
         problem: GradientError | None = None
         try:
@@ -278,7 +279,7 @@ class Pipeline(MeanStrategy):
         return means, applied(adapter, self._reducer.flats, means, self._scale)
 
     def own_state(self) -> dict[str, Any]:
-        """See Strategy. From now until the next step, `state` of the adapter is that of the whole model.
+        """See Strategy. From now until the next step, `state` of the adapter returns the state of the whole model.
 
         Raises:
             LostRankError: a rank has been lost, and its layers with it.
@@ -302,6 +303,6 @@ class Pipeline(MeanStrategy):
         self._replicas = None
 
     def _norm_of_all(self, norm: float) -> float:
-        """The norm of the gradients of all stages, with the same bits on every rank."""
+        """The norm of the gradients of all stages, bitwise identical on every rank."""
         norms = self._world.agree("norm of the mean gradient", value=norm)["value"].tolist()
         return math.hypot(*norms[: self._place.num_stages])

@@ -2,8 +2,9 @@
 
     gradients of every rank ─reduce-scatter─> means of the own part ─optimizer─> own parameters ─allgather─> parameters
 
-So p ranks need 1/p of the optimizer's memory each. Both halves together send what the allreduce of `sync` sends. Means
-and updates have the bits of `sync` if that uses the same algorithm and the optimizer does not clip.
+So each of p ranks needs 1/p of the optimizer's memory. Both halves together send as much as the allreduce of `sync`.
+Means and updates are bitwise identical to those of `sync` if that uses the same algorithm and the optimizer does not
+clip.
 
 Source: Rajbhandari, Rasley, Ruwase and He, ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
 arXiv:1910.02054, section 5.1 (P_os), with the communication of section 7.2.1.
@@ -36,13 +37,14 @@ class ShardedSync(MeanStrategy):
     Checkpoints are those of Sync: they load on any number of ranks, with either strategy. While one is taken, the ranks
     that write it need the memory of the whole optimizer's state, and all others that of its largest array.
 
-    The part of a lost rank is lost. So with `mpitrain run --recover` the loss of a rank ends the job, as without it.
+    The part of a lost rank is lost. So the loss of a rank ends the job even with `mpitrain run --recover`.
     """
 
     keeps_own_state = True
 
     def __init__(self, exchange: Callable[[World], ScatteredExchange] = ScatteredExchange) -> None:
-        """`exchange` makes the object that computes the means and gathers the parameters, for a World."""
+        """`exchange` is a function of a World that returns the object which computes the means and gathers the
+        parameters."""
         self._make_exchange = exchange
 
     def begin(self, world: World, adapter: Adapter) -> None:
@@ -53,7 +55,7 @@ class ShardedSync(MeanStrategy):
                 is not possible. Raised on every rank.
             MismatchError: the ranks differ in the optimizer or in the model. Raised on every rank.
 
-        After an error, an optimizer of PyTorch has whole parameters again, and the state that it had before.
+        After an error, a PyTorch optimizer has the whole parameters again, and its earlier state.
         """
         self._world, self._scale = world, adapter.loss_scale
         on_device = any(is_device_array(value) for value in adapter.parameters().values())
@@ -88,7 +90,7 @@ class ShardedSync(MeanStrategy):
         self._world.commit()
         rate = 0.0
         if means.is_finite:
-            settings = self._shard.settings  # before the update: a schedule of PyTorch then sets the next rates
+            settings = self._shard.settings  # before the update: a PyTorch scheduler then sets the next rates
             rate = adapter.apply_gradients(self._reducer.flats, means.remarks)
             made = "no step, because a hook has removed all gradients, at " if self._shard.was_skipped else ""
             self._gather_parameters(f"{made}the learning rate {rate} and {settings}")
@@ -97,7 +99,7 @@ class ShardedSync(MeanStrategy):
         return means, rate
 
     def own_state(self) -> dict[str, Any]:
-        """See Strategy. The state is what was restored and has not been sent yet.
+        """See Strategy. The state holds restored values that have not been sent yet.
 
         From now until the next step, `state` of the adapter has all parts.
 
@@ -119,7 +121,8 @@ class ShardedSync(MeanStrategy):
         return self._reducer.state()
 
     def close(self) -> None:
-        """See Strategy. The optimizer has whole parameters again. Take its state before: see OptimizerShard.close."""
+        """See Strategy. The optimizer has the whole parameters again. Read its state first: see
+        OptimizerShard.close."""
         super().close()
         self._shard.close()
 
@@ -128,13 +131,13 @@ class ShardedSync(MeanStrategy):
         return self._exchange
 
     def _norm_of_all(self, norm: float) -> float:
-        """The norm of the gradients of all parts, with the same bits on every rank."""
+        """The norm of the gradients of all parts, bitwise identical on every rank."""
         norms = self._world.agree("norm of the mean gradient", value=norm)["value"].tolist()
         return math.hypot(*norms)
 
     def _gather_parameters(self, used: str) -> None:
-        """Bring the new parameters of all owners together. What they have `used` is compared on the way."""
-        # As a detail, because a difference of the lines would end the gathering half-way.
+        """Gather the new parameters of all owners, and compare the settings (`used`) with which they were updated."""
+        # As a detail, because a difference in the lines would end the gathering halfway.
         comparison = self._world.begin_agreement("update of the own part", detail=signature(used, ()) >> 1)
         flats = self._reducer.flats
         handles = [self._exchange.gather(flats[bucket.dtype][bucket.begin : bucket.end]) for bucket in self._buckets]
@@ -147,19 +150,20 @@ class ShardedSync(MeanStrategy):
             raise everywhere(
                 MismatchError(
                     f"{self._world.name(rank)} has updated its part of the parameters with "
-                    f"{of_ranks[rank]}; {self._world.name(0)}: {of_ranks[0]}. Set the optimizer, its schedule and its "
-                    "hooks alike on every rank"
+                    f"{of_ranks[rank]}; {self._world.name(0)}: {of_ranks[0]}. Give the optimizer the same "
+                    "settings, schedule and hooks on every rank"
                 )
             )
 
     def _lend_optimizer(self, reads: bool) -> None:
-        """Bring the state of the optimizer together, and keep it on a rank that `reads` it. Collective."""
+        """Gather the optimizer's state, and keep it on a rank that `reads` it. Collective."""
         values = self._world.allgather((self._shard.values(), self._shard.array_names()))
         names = sorted({name for _, of_rank in values for name in of_rank})
         arrays: dict[str, Mapping[numpy.dtype, Array]] = {}
         counts = self._layout.counts
         for name in names:
-            # A rank without memory raises before the others wait for its part: what the gathering takes is tried here.
+            # The memory for the gathering is allocated first, so that a rank without memory raises before the others
+            # wait for it.
             with self._world.together("bring the optimizer's state together"):
                 own = self._shard.array(name)
                 arrays[name] = {dtype: numpy.empty(counts[dtype], dtype) for dtype in own if reads}
@@ -171,7 +175,7 @@ class ShardedSync(MeanStrategy):
             self._shard.lend([of_rank for of_rank, _ in values], arrays)
 
     def _gather_in_order(self, dtype: numpy.dtype, part: Array, whole: Array | None) -> None:
-        """Gather the parts of all ranks, and copy them into `whole`, if given, to the places that their owners have."""
+        """Gather the parts of all ranks, and copy them into `whole`, if given, at their owners' places."""
         joined, begin = collectives.allgather(self._world, part).wait(), 0
         if whole is None:
             return

@@ -1,4 +1,4 @@
-"""Which layers are on which stage of a pipeline, and which arguments of Pipeline fit together."""
+"""The assignment of layers to the stages of a pipeline, and the checks of Pipeline's arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpitrain.tree import Tree
 from mpitrain.world.shard import part_of
 from mpitrain.world.world import World
 
-Stages = int | str | Sequence[int]  # a text is "auto"
+Stages = int | str | Sequence[int]  # the only text is "auto"
 
 
 def check_arguments(
@@ -24,7 +24,7 @@ def check_arguments(
     pieces: int | None,
     activations: str | None,
 ) -> None:
-    """Raise ConfigError for arguments of Pipeline that are not allowed, whatever the World."""
+    """Raise ConfigError for arguments of Pipeline that are not allowed in any World."""
     count = num_stages if stages == "auto" else stages
     problem = _problem_of_stages(stages, num_stages, sample) or _problem_of_schedule(
         count, schedule, micro_batches, pieces, activations
@@ -78,7 +78,7 @@ _MIB = 2**20
 
 
 def num_stages_of(world: World, stages: Stages, num_stages: int | None) -> int:
-    """Return the number of stages, in a World of which each pipeline has as many ranks.
+    """Return the number of stages, which is also the number of ranks of each pipeline.
 
     Raises:
         ConfigError: it does not divide the number of ranks. Raised on every rank.
@@ -102,7 +102,7 @@ def cut_layers(stages: int | Sequence[int], num_pieces: int, num_layers: int) ->
     """Return the layers of each piece, in the order of the model: equal numbers, or those of `stages`.
 
     Raises:
-        ConfigError: there are fewer layers than pieces, or `stages` does not say where each layer is.
+        ConfigError: there are fewer layers than pieces, or `stages` does not place each layer.
     """
     if not isinstance(stages, int):
         if min(stages) < 1 or sum(stages) != num_layers:
@@ -128,14 +128,14 @@ def check_num_layers(stages: int, num_pieces: int, num_layers: int) -> None:
 
 
 def costs_of_stages(costs: Sequence[Sequence[LayerCost]], num_stages: int) -> list[list[LayerCost]]:
-    """Return the cost of each layer on each stage, given those on each rank: that of the slowest pipeline counts."""
+    """Return the cost of each layer on each stage, from the costs on each rank: the slowest pipeline counts."""
     return [[max(of_ranks) for of_ranks in zip(*costs[stage::num_stages], strict=True)] for stage in range(num_stages)]
 
 
 def balanced_cut(costs: Sequence[Sequence[LayerCost]], num_pieces: int) -> list[range]:
     """Return the layers of each piece, in the order of the model, so that the slowest piece takes the least time.
 
-    Of the cuts that are equally good, one whose other pieces differ little is taken. It is found by dynamic
+    Among equally good cuts, it takes one whose other pieces differ little. It is found by dynamic
     programming, from the best cuts of the first layers into fewer pieces.
 
     Args:
@@ -143,7 +143,7 @@ def balanced_cut(costs: Sequence[Sequence[LayerCost]], num_pieces: int) -> list[
         num_pieces: on each stage. Piece i is on stage i % len(costs).
 
     Raises:
-        ConfigError: too few layers have parameters: each piece needs one that has some.
+        ConfigError: too few layers have parameters: each piece needs one layer that has some.
     """
     num_stages, num_layers = len(costs), len(costs[0])
     before = [[0.0, *accumulate(layer.seconds for layer in of_stage)] for of_stage in costs]

@@ -1,4 +1,4 @@
-"""What a strategy is: the base class, with the defaults of one whose replicas are equal after every step."""
+"""The base class of strategies, with the defaults for one whose replicas are equal after every step."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from mpitrain.strategies.choosing_reducer import ChoosingReducer
     from mpitrain.strategies.virtual_ranks import VirtualPasses
 
-# The names of what ranks add to an outer step begin with this text.
+# The names of values that ranks add to an outer step begin with this text.
 ROUND = "round/"
 
 
 class Strategy:
     """Decides what the ranks exchange. All ranks make the same calls in the same order.
 
-    A strategy has `begin`, `begin_step`, `on_gradient`, `finish_step`, and what it needs of the rest.
+    A strategy has `begin`, `begin_step`, `on_gradient`, `finish_step`, and those of the other methods that it needs.
     """
 
     @property
@@ -37,7 +37,7 @@ class Strategy:
 
     @property
     def trains_alone(self) -> bool:
-        """Whether this rank's next step uses its own gradients, and not the mean."""
+        """Whether this rank's next step uses its own gradients instead of the mean."""
         return False
 
     @property
@@ -47,8 +47,8 @@ class Strategy:
 
     @property
     def unplanned(self) -> str:
-        """What `mpitrain plan` calls this strategy when it refuses it; "" if each step of one rank is a whole step of
-        the training, which it can measure."""
+        """The name that `mpitrain plan` prints when it refuses this strategy; "" if it can measure it, because each
+        step of one rank is a whole step of the training."""
         return type(self).__name__
 
     @property
@@ -57,14 +57,15 @@ class Strategy:
         return None
 
     def doubt(self, steps: int) -> str:
-        """Return a warning about a training of so many steps with these settings; "": there is none. After `begin`."""
+        """Return a warning about a training of `steps` steps with these settings; "": there is none. Call it after
+        `begin`."""
         return ""
 
     @property
     def keeps_own_state(self) -> bool:
-        """Whether `own_state` is that of before a step until the step is committed.
+        """Whether `own_state` remains the state from before a step until the step is committed.
 
-        If not, `state` too may change before the commit, but only while `own_state` is not {}.
+        If not, `state` may also change before the commit, but only while `own_state` is not {}.
         """
         return False
 
@@ -73,9 +74,9 @@ class Strategy:
         raise NotImplementedError
 
     def passes(self, adapter: Adapter, data: Any) -> VirtualPasses | None:
-        """Return what makes several passes of each step on this rank; None: one pass over all its samples.
+        """Return the object that runs several passes for each step on this rank; None: one pass over all samples.
 
-        Collective, after `begin`. `data` gives the batches of the steps.
+        Collective, after `begin`. `data` yields the batches of the steps.
         """
         return None
 
@@ -84,7 +85,7 @@ class Strategy:
         raise NotImplementedError
 
     def on_gradient(self, index: int, gradient: Array | None) -> None:
-        """Take in one final gradient of this rank. The caller may overwrite it afterwards. None: see OnGradient."""
+        """Accept one final gradient of this rank. The caller may overwrite it afterwards. None: see OnGradient."""
         raise NotImplementedError
 
     def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
@@ -101,20 +102,20 @@ class Strategy:
         """Make the replicas equal, if they are not. Collective, after the last step of a run. Steps may follow."""
 
     def state(self) -> dict[str, Any]:
-        """Return what belongs to a checkpoint and is the same on every rank."""
+        """Return the state for a checkpoint that is the same on every rank."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The reverse of `state`.
 
-        Raises CheckpointError if the state is of another kind of training; nothing has changed then.
+        Raises CheckpointError if the state is of another kind of training. Nothing has changed then.
         """
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise the CheckpointError that `restore` would raise, and change nothing.
 
-        By default the state is restored for a moment. A strategy whose `restore` overwrites what `state` does not have
-        needs a method of its own.
+        By default the state is restored for a moment. A strategy whose `restore` overwrites values that are not in
+        `state` needs its own method.
         """
         before = self.state()
         try:
@@ -123,19 +124,19 @@ class Strategy:
             self.restore(before)
 
     def own_state(self) -> dict[str, Any]:
-        """Return what belongs to this rank alone, for a checkpoint; see GradientReducer.state. Collective.
+        """Return the state that belongs to this rank alone, for a checkpoint; see GradientReducer.state. Collective.
 
-        Call it before `state`: it may wait for what is under way, which then belongs to `state`.
+        Call it before `state`: it may wait for an exchange under way, whose result then belongs to `state`.
 
-        {} on every rank if there is nothing. Otherwise the entry `place` is a text: if the texts are equal, the state
-        fits bit for bit.
+        It is {} on every rank if there is no such state. Otherwise the entry `place` is a text: if the texts are equal,
+        the state fits bit for bit.
         """
         return {}
 
     def own_state_for(self, reads: bool) -> dict[str, Any]:
         """Return `own_state`. Collective; only ranks with `reads` ask the adapter for its state afterwards.
 
-        So only these need room for the whole state of an optimizer that the ranks have divided.
+        So only these need room for the whole state of a sharded optimizer.
         """
         return self.own_state()
 
@@ -143,21 +144,21 @@ class Strategy:
         """The reverse of `own_state`; see GradientReducer.restore."""
 
     def changes(self) -> list[tuple[int, str]]:
-        """Return what has changed in the exchange since the last call, the same on every rank.
+        """Return the changes of the exchange since the last call, the same on every rank.
 
-        Each is the number of the last step before the change, and a text.
+        Each change is the number of the last step before it, and a text.
         """
         return []
 
     def close(self) -> None:
-        """Give back the communicators, threads and memory that `begin` has made. Collective, after the last step.
+        """Free the communicators, threads and memory that `begin` has made. Collective, after the last step.
 
         The parameters stay valid, and so do results of `state` and `own_state`.
         """
 
 
 class MeanStrategy(Strategy):
-    """A strategy whose every step is made of the means of a reducer. A subclass has `begin` and `finish_step`.
+    """A strategy that computes every step from the means of a reducer. A subclass has `begin` and `finish_step`.
 
     `begin` sets the attributes that begin with an underscore:
         _world: the ranks that train together.
@@ -187,7 +188,7 @@ class MeanStrategy(Strategy):
         return {"factors": factors} if factors else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See Strategy. What an outer optimizer has kept is left out.
+        """See Strategy. The state of an outer optimizer is ignored.
 
         Raises:
             CheckpointError: the state is from the middle of a round of LocalSGD or DiLoCo.
@@ -222,30 +223,31 @@ class ServedStrategy(Strategy):
 
     @property
     def stats(self) -> ServerStats:
-        """On a server: what its workers have done in this run, or in the last one."""
+        """On a server: statistics of its workers in this run, or in the last one."""
         raise NotImplementedError
 
     def begin_serving(self, data: Any) -> None:
-        """Let workers come. A server calls this when its run begins, with the data where the run begins."""
+        """Let workers connect. A server calls this when its run begins, with the data at its initial position."""
         raise NotImplementedError
 
     def next_update(self, data: Any) -> tuple[Means, float]:
-        """Make the next update from the gradients of workers, and move the data on. Result as of finish_step."""
+        """Make the next update from the gradients of workers, and advance the data. The result is as for
+        finish_step."""
         raise NotImplementedError
 
     def fetch(self) -> None:
-        """Bring what other servers have of the parameters and the optimizer into the adapter of this server.
+        """Copy the other servers' parts of the parameters and the optimizer into the adapter of this server.
 
-        What is changed there afterwards reaches the other servers before the next update.
+        Later changes there reach the other servers before the next update.
         """
         raise NotImplementedError
 
     def end_serving(self, error: BaseException | None) -> None:
-        """Send the workers home. A server calls this when its run ends; `error` has ended it, or None."""
+        """Dismiss the workers. A server calls this when its run ends, with the error that ended it, or None."""
         raise NotImplementedError
 
     def work(self, data: Any) -> None:
-        """Compute gradients of the server's work units until its run is over; or, in a shard, serve its part.
+        """Compute gradients for the server's work units until its run is over; a shard serves its part instead.
 
         Workers and shards call this in place of a run.
         """
@@ -263,7 +265,7 @@ def refuse_stages(strategy: Strategy, reason: str) -> None:
 
 
 def check_planned(world: World, strategy: Strategy) -> None:
-    """Check the strategy of a script that is planned. Without `mpitrain plan`, any will do.
+    """Check the strategy of a script under `mpitrain plan`. Otherwise any strategy is allowed.
 
     A plan is measured on one rank, where each step must be a whole step of the training.
 
@@ -296,18 +298,18 @@ def refuse_round(state: Mapping[str, Any]) -> None:
     """Refuse a state from the middle of a round.
 
     Raises:
-        CheckpointError: it is one.
+        CheckpointError: it is such a state.
     """
     if "round" in state:
         raise CheckpointError(
             f"the checkpoint was made after {state['round']['steps']} steps of a round of LocalSGD, DiLoCo, SparseLoCo "
-            "or StreamingDiLoCo, where each rank has parameters of its own; continue with that strategy, or from a "
+            "or StreamingDiLoCo, where each rank has its own parameters; continue with that strategy, or from a "
             "checkpoint of a multiple of sync_every by LocalSGD, DiLoCo or SparseLoCo"
         )
 
 
 def without_rounds(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a rank without what a codec has not sent of an outer step: only another one could use it."""
+    """Return the state of a rank without the residual of an outer step, which only another outer step could use."""
     return {
         key: {name: part[name] for name in part if not name.startswith(ROUND)} if isinstance(part, Mapping) else part
         for key, part in own.items()

@@ -1,8 +1,8 @@
-"""sync: every step has the mean gradient of all ranks, so n ranks compute what one rank would.
+"""sync: every step uses the mean gradient of all ranks, so n ranks compute what one rank would.
 
-auto: the same, but how gradients travel is chosen while the training runs. Chosen are the algorithm of the sums, the
-size of buckets, and a codec if codecs are allowed. Rounds and a sharded optimizer train in another way or need other
-memory, so only the user can choose them.
+auto: the same, but the exchange is chosen during training: the algorithm of the sums, the size of buckets, and a codec
+if codecs are allowed. Local updates and a sharded optimizer change the training or its memory, so only the user can
+choose them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Sync(MeanStrategy):
 
     Attributes:
         exchange: makes the object that computes the means, for a World.
-        warm_up: the first steps of the training that are exchanged without compression, so many.
+        warm_up: the number of first steps of the training that are exchanged without compression.
         virtual: the virtual ranks; None: there are none, and each rank computes its part of a batch at once.
         places: where the virtual ranks were computed.
-        varies: algorithm and buckets are chosen while it trains; see AutoSync.
+        varies: algorithm and buckets are chosen during training; see AutoSync.
     """
 
     varies = False
@@ -48,11 +48,11 @@ class Sync(MeanStrategy):
         """
         Args:
             exchange: makes the object that computes the means, for a World.
-            warm_up: exchange the gradients of the first steps of the training without compression, so many. A training
-                is sensitive to inexact gradients then. With `power_sgd`, PyTorch's documentation advises 10 % of all
-                steps, and no fewer than the warm-up of the learning rate.
-            virtual_ranks: cut every global batch into so many equal parts, and compute the gradients of each part by
-                itself. Their exact sum has the same bits on 1 to `virtual_ranks` ranks, if each rank has the same
+            warm_up: the number of first steps of the training whose gradients are exchanged without compression,
+                because training is then sensitive to inexact gradients. With `power_sgd`, PyTorch's documentation
+                advises 10 % of all steps, and no fewer than the warm-up of the learning rate.
+            virtual_ranks: cut every global batch into this many equal parts, and compute the gradients of each part
+                separately. Their exact sum has the same bits on 1 to `virtual_ranks` ranks, if each rank has the same
                 number of threads. See docs/explanation/numerics.md#bitwise-identical-results-on-any-number-of-ranks.
             seed: of the random numbers of virtual ranks, at least 0.
 
@@ -73,11 +73,11 @@ class Sync(MeanStrategy):
     def begin(self, world: World, adapter: Adapter) -> None:
         """See Strategy. Every rank gets rank 0's parameters.
 
-        With compression=auto, whether bf16 is used is chosen while it trains; see choosing_reducer.py.
+        With compression=auto, the use of bf16 is decided during training; see choosing_reducer.py.
 
         Raises:
             ConfigError: the virtual ranks cannot be divided between the ranks, or gradients cannot be added up exactly;
-                or there is a warm-up, and the exchange is chosen while it trains. Raised on every rank.
+                or there is a warm-up, and the exchange is chosen during training. Raised on every rank.
         """
         self._world = world
         if self.warm_up:
@@ -127,7 +127,7 @@ class Sync(MeanStrategy):
         return VirtualPasses(self._world, adapter, data, self, self.virtual) if self.virtual else None
 
     def codecs_for(self, world: World) -> Sequence[str]:
-        """The codecs of which one is chosen while it trains; the first one to begin with. Empty: nothing is chosen."""
+        """The codecs from which one is chosen during training, beginning with the first. Empty: nothing is chosen."""
         chooses = world.config.compression == "auto" and self.exchange is make_exchange and self.virtual is None
         return ["none", "bf16"] if chooses else []
 
@@ -139,14 +139,14 @@ class Sync(MeanStrategy):
 
     def next_pass(self, adapter: Adapter, loss: float) -> None:
         """End the pass of a virtual rank with its mean loss. The pass of this rank's next one follows."""
-        assert isinstance(self._reducer, GradientReducer)  # virtual ranks leave no choice
+        assert isinstance(self._reducer, GradientReducer)  # with virtual ranks there is no choice
         self._reducer.next_pass(loss, adapter.note())
 
     def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
         """See Strategy.
 
         Raises:
-            MismatchError: the step before has used other gradients or rates on a rank. Raised on every rank.
+            MismatchError: the previous step used different gradients or rates on a rank. Raised on every rank.
         """
         means = self._reducer.finish(loss, may_skip=self._may_skip, note=adapter.note())
         if self._steps:
@@ -160,7 +160,7 @@ class Sync(MeanStrategy):
         return partial(make_exchange, compression="none") if self._left_to_warm_up else self._coded
 
     def _follow_warm_up(self) -> None:
-        """Begin or end the warm-up, if the next step is on its other side. Collective then."""
+        """Begin or end the warm-up if the next step crosses its boundary. Collective in that case."""
         if self.warm_up and self._is_warm_up != bool(self._left_to_warm_up):
             self._reducer.close()
             self._reducer = self._make_reducer(exchange=self._exchange_now())
@@ -170,7 +170,7 @@ class Sync(MeanStrategy):
         """See Strategy. The replicas are equal.
 
         Raises:
-            MismatchError: the last step of the ranks' optimizers was not the same. Raised on every rank.
+            MismatchError: the last steps of the ranks' optimizers differ. Raised on every rank.
         """
         if self._steps:
             codes = self._world.agree("end the run", detail=self._steps.code)["detail"].tolist()
@@ -208,7 +208,7 @@ class Sync(MeanStrategy):
         """See Strategy.
 
         Raises:
-            CheckpointError: there is an error-feedback residual, which depends on ranks; virtual ranks must not.
+            CheckpointError: there is an error-feedback residual, which depends on the ranks; virtual ranks must not.
         """
         if self.virtual and any(key in state for key in ("residual", "carried")):
             raise CheckpointError(
@@ -227,18 +227,18 @@ class Sync(MeanStrategy):
 
 
 class AutoSync(Sync):
-    """Synchronous data parallelism that looks for the fastest exchange; see Sync, and low-communication.md."""
+    """Synchronous data parallelism that searches for the fastest exchange; see Sync, and low-communication.md."""
 
     varies = True
 
     def __init__(self, codecs: Sequence[str] = ()) -> None:
         """
         Args:
-            codecs: names in mpitrain.compression.CODECS that may be chosen too, besides no codec. Default: by the
-                setting `compression`: with "none" no codec, with "auto" bf16, with a codec that codec always.
+            codecs: names in mpitrain.compression.CODECS that may be chosen besides no codec. Default: as in the setting
+                `compression`: "none": no codec; "auto": bf16; the name of a codec: always that codec.
 
         Raises:
-            ConfigError: there is no codec of one of the names.
+            ConfigError: a name is not that of a codec.
         """
         super().__init__()
         for name in codecs:

@@ -4,10 +4,10 @@
     on 2 ranks                               rank 0: 0, then 1     rank 1: 2, then 3
     on 3 ranks                               rank 0: 0, then 1     rank 1: 2     rank 2: 3
 
-Each rank computes its virtual ranks one after the other. A pass sees nothing of the number of ranks: its samples, its
-random numbers, its weight and the model are the same wherever it is computed. So are its gradients, if the same kernels
-compute them, which a probe finds out before the first step. The strategy adds up the gradients of all passes exactly
-(mpitrain/reducer/summands.py).
+Each rank computes its virtual ranks one after the other. A pass does not depend on the number of ranks: its samples,
+random numbers, weight and model are the same wherever it is computed. So are its gradients, provided that the same
+kernels compute them; a probe checks this before the first step. The strategy adds up the gradients of all passes
+exactly (mpitrain/reducer/summands.py).
 
 Source: EasyScale, Li et al., EasyScale: Elastic Training with Consistent Accuracy and Improved Utilization on GPUs,
 SC 2023.
@@ -55,11 +55,11 @@ class VirtualRanks:
         return f"virtual_ranks={self.number} and seed={self.seed}"
 
     def key(self, step: int, virtual_rank: int) -> tuple[int, int, int, int]:
-        """Return what the random numbers of a virtual rank in a step are drawn from, and nothing else."""
+        """Return the only values on which the random numbers of a virtual rank in a step depend."""
         return self.seed, step, virtual_rank, _NOT_A_SAMPLE
 
     def sample_key(self, epoch: int, batch: int, place: int) -> tuple[int, ...]:
-        """The same for reading the sample at this place of a batch, in a loop of one's own."""
+        """The same for reading the sample at this place of a batch, in a loop of the user's own."""
         return self.seed, epoch, batch, place, _NOT_A_VIRTUAL_RANK
 
     def of_rank(self, world: World) -> range:
@@ -77,7 +77,7 @@ class VirtualRanks:
         return slice(min(virtual_rank * each, length), min((virtual_rank + 1) * each, length))
 
     def state(self) -> dict[str, int]:
-        """Return what a checkpoint must know to continue with the same bits."""
+        """Return what a checkpoint must hold to continue with the same bits."""
         return asdict(self)
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -87,13 +87,13 @@ class VirtualRanks:
                 given = {"number": "virtual_ranks", "seed": "seed"}[name]
                 raise CheckpointError(
                     f"the checkpoint was written with {given}={int(state[name])} of mt.Sync, this run has "
-                    f"{given}={own}, so it would not have the same bits; take {given}={int(state[name])}, or continue "
+                    f"{given}={own}, so it would not have the same bits; use {given}={int(state[name])}, or continue "
                     "without virtual_ranks"
                 )
 
 
 class ComputedPlaces:
-    """Where the virtual ranks of a training were computed: processors, libraries and threads, in words."""
+    """Where the virtual ranks of a training were computed: texts with processors, libraries and threads."""
 
     def __init__(self) -> None:
         self._known: list[str] = []
@@ -111,8 +111,9 @@ class ComputedPlaces:
         others = [place for place in places if place not in self._known]
         if self._known and others:
             world.print(
-                "mpitrain: virtual ranks: this training continues where kernels may round otherwise, so it may end "
-                f"with other bits than without the interruption. It was computed on: {'; '.join(self._known)}. Now it "
+                "mpitrain: virtual ranks: this training continues where kernels may round differently, so it "
+                f"may end with other bits than without the interruption. It was computed on: {'; '.join(self._known)}. "
+                "Now it "
                 f"is computed on: {'; '.join(others)}. Set OMP_NUM_THREADS as before, and start on equal hosts"
             )
         self._known = sorted({*self._known, *places})
@@ -157,13 +158,13 @@ _LOSS = "the loss"
 
 @dataclass(frozen=True)
 class ProbeFinding:
-    """What one rank has found.
+    """The result of the probe on one rank.
 
     Attributes:
         digests: by parameter, and of the loss.
-        again: the name of the first that differs in a second pass; "": none.
+        again: the name of the first result that differs in a second pass; "": none.
         alone: the same for a pass with one thread.
-        threads, kernels, processor: with which it was computed, in words.
+        threads, kernels, processor: texts about where it was computed.
     """
 
     digests: dict[str, str]
@@ -175,18 +176,20 @@ class ProbeFinding:
 
     @property
     def place(self) -> str:
-        """Where it was computed, in words."""
+        """A text about where it was computed."""
         return f"{self.processor}, {self.kernels or 'no library of kernels'}, threads: {self.threads or 'not known'}"
 
 
 def probe(world: World, computed: Callable[[], dict[str, str]], other_threads: str = "") -> list[str]:
-    """Compare what one virtual rank computes over all ranks. Return where it was computed, in words. Collective.
+    """Compare over all ranks what one virtual rank computes. Return texts about where it was computed. Collective.
 
-    Which kernels have the same bits everywhere is in no table: it depends on the library, its version, the processor,
-    the number of threads and the shapes. So every rank computes one virtual rank twice, and the ranks compare digests.
-    Where there are several threads, a third pass has one thread, because another run may have another number of them.
+    There is no list of kernels that are bitwise reproducible everywhere: it depends on the library, its version, the
+    processor, the number of threads and the shapes. So every rank computes one virtual rank twice, and the ranks
+    compare digests. If there are several threads, a third pass uses one thread, because another run may have a
+    different number.
 
-    Prints a line with a digest: runs that begin with the same parameters, and print the same digest, compute alike.
+    Prints a line with a digest: runs that begin with the same parameters and print the same digest compute the same
+    bits.
 
     Args:
         computed: computes the same virtual rank, of the same parameters and samples on every rank, and returns the
@@ -194,7 +197,8 @@ def probe(world: World, computed: Callable[[], dict[str, str]], other_threads: s
         other_threads: see `probe_passes`.
 
     Raises:
-        GradientError: a rank has computed other bits in a second pass, or than rank 0. Raised on every rank.
+        GradientError: a rank has computed different bits in a second pass, or different bits from rank 0. Raised on
+            every rank.
     """
     with world.together("compute a virtual rank twice"):
         passes = probe_passes(other_threads)
@@ -208,7 +212,7 @@ def probe(world: World, computed: Callable[[], dict[str, str]], other_threads: s
 
 
 def compare(world: World, finding: ProbeFinding) -> list[str]:
-    """Compare what the ranks have found, print the lines of `probe`, and return what it returns. Collective.
+    """Compare the ranks' results, print the lines of `probe`, and return its result. Collective.
 
     Raises:
         GradientError: see `probe`.
@@ -227,14 +231,15 @@ def compare(world: World, finding: ProbeFinding) -> list[str]:
 
 
 def judge(findings: Sequence[ProbeFinding], names: Sequence[str]) -> str:
-    """Return what is wrong and what to do; "" for nothing. `findings` and `names` are by rank."""
+    """Return the problem and what to do about it; "": there is none. `findings` and `names` are by rank."""
     for name, one in zip(names, findings, strict=True):
         if one.again:
             return (
                 f"{name}: {one.again} has other bits when the same virtual rank is computed again ({one.place}), so a "
                 "training would not have the same bits on any ranks. Allowed is a model whose result depends on "
-                "parameters, samples and the random numbers of its virtual rank alone. Does it keep a state from batch "
-                "to batch, or draw from another generator? For an operation of PyTorch that is not reproducible, see "
+                "parameters, samples and the random numbers of its virtual rank alone. Does it keep state "
+                "from batch to batch, or draw from another generator? For an operation of PyTorch that is not "
+                "reproducible, see "
                 "torch.use_deterministic_algorithms(True). Change the model, or leave virtual_ranks out"
             )
     for name, one in zip(names[1:], findings[1:], strict=True):
@@ -249,12 +254,14 @@ def judge(findings: Sequence[ProbeFinding], names: Sequence[str]) -> str:
 def _remedy(one: ProbeFinding, other: ProbeFinding) -> str:
     if one.threads != other.threads:
         return (
-            "Set OMP_NUM_THREADS to the same number on all hosts, such as by export OMP_NUM_THREADS=1 before the start"
+            "Set OMP_NUM_THREADS to the same number on all hosts, for example with export OMP_NUM_THREADS=1 "
+            "before the start"
         )
     if (one.kernels, one.processor) != (other.kernels, other.processor):
         return (
-            "Their processors or libraries round otherwise. Install the same versions, let all take the kernels that "
-            "the oldest processor has (OPENBLAS_CORETYPE=Haswell; for PyTorch also ATEN_CPU_CAPABILITY=avx2 and "
+            "Their processors or libraries round differently. Install the same versions, make all use the "
+            "kernels of the oldest processor (OPENBLAS_CORETYPE=Haswell; for PyTorch also "
+            "ATEN_CPU_CAPABILITY=avx2 and "
             "MKL_CBWR=AVX2), or start on hosts of one kind"
         )
     return (
@@ -264,10 +271,11 @@ def _remedy(one: ProbeFinding, other: ProbeFinding) -> str:
 
 
 def probe_passes(other_threads: str = "") -> Generator[None, dict[str, str], ProbeFinding]:
-    """Ask for passes of one virtual rank, and return what this rank has found. Send the digests of each pass.
+    """A generator that asks for passes of one virtual rank, takes the digests of each, and returns this rank's result.
 
-    They are asked for one by one, because a loop of one's own makes them itself: mpitrain/torch/virtual_gradients.py.
-    `other_threads` names threads that threadpoolctl does not know, with their number.
+    It asks for one pass at a time, because a loop of the user's own runs them itself:
+    mpitrain/torch/virtual_gradients.py. `other_threads` has the names and numbers of threads that threadpoolctl does
+    not know.
     """
     from threadpoolctl import threadpool_info, threadpool_limits
 
@@ -298,7 +306,7 @@ def _digests(adapter: SeededAdapter, batch: Tree, key: tuple[int, ...]) -> dict[
 
 
 def digest_of(words: str, gradient: Array | None) -> dict[str, str]:
-    """Return the digest of a gradient, by these words for it. None: the loss does not depend on the parameter."""
+    """Return the digest of a gradient, keyed by its description. None: the loss does not depend on the parameter."""
     content = b"" if gradient is None else numpy.ascontiguousarray(gradient).tobytes()
     return {words: hashlib.sha256(content).hexdigest()}
 
@@ -333,15 +341,15 @@ class VirtualPasses:
         self._strategy, self._virtual = strategy, virtual
         with world.together("prepare virtual ranks"):
             self._adapter = seeded_of(adapter)
-            self._adapter.seeded(virtual.key(0, 0))  # one around another asks that one
+            self._adapter.seeded(virtual.key(0, 0))  # a wrapping adapter asks the inner one
         self._samples = cut_into(data, virtual.number)
         self._own = virtual.of_rank(world)
         self._is_probed = False
 
     def compute(self, batch: Tree, step: int) -> float:
-        """Begin the step of this number, and hand in the gradients of all passes. Return the loss of the last one.
+        """Begin the step with this number, and pass on the gradients of all passes. Return the loss of the last one.
 
-        Collective. `batch` has the samples of this rank. Before the first step in this World, the probe is made.
+        Collective. `batch` has the samples of this rank. Before the first step in this World, it runs the probe.
 
         Raises:
             GradientError: ranks do not compute the same bits of the same samples. Raised on every rank.
@@ -368,7 +376,7 @@ class VirtualPasses:
 def _copied(batch: Tree, part: slice) -> Tree:
     """Return these samples of a batch in new memory.
 
-    A kernel may round otherwise where an array begins at another place of a cache line, and the place of a virtual rank
+    A kernel may round differently if an array begins at another place of a cache line, and the place of a virtual rank
     in the batch of its rank depends on the number of ranks.
     """
     values = (leaf[part] for _, leaf in plain_leaves(batch))

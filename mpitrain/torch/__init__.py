@@ -3,7 +3,7 @@
     import mpitrain.torch
     torch.distributed.init_process_group("mpitrain")
 
-The import registers the backend `mpitrain` with torch.distributed, for tensors on the host and on GPUs. `Trainer` and
+The import registers the backend `mpitrain` with torch.distributed, for tensors on the CPU and on GPUs. `Trainer` and
 `prepare` need no process group.
 """
 

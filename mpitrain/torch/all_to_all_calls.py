@@ -59,7 +59,8 @@ class AllToAllCalls(BareGroup):
     def _alltoall(
         self, call: Call, sends: list[numpy.ndarray], receives: list[numpy.ndarray], like: torch.Tensor, opts: Any
     ) -> Call:
-        # Each size concerns two ranks, and no two ranks need the same sizes. So all of them are compared at once.
+        # Each size concerns one pair of ranks, and the ranks' sizes may all differ. So all of them are compared at
+        # once.
         sizes = checks.Sizes(self._world, call, sends, receives) if self._channel.compares else None
 
         def work() -> Progress:

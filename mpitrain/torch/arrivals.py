@@ -37,7 +37,7 @@ def wait_for_all(channel: Channel, seconds: float | None) -> None:
 
 
 def _has_come(call: Call, rank: int) -> bool:
-    """True if this rank's message has come in time."""
+    """True if this rank's message arrived in time."""
     channel = call.channel
     while True:
         channel.engine.wait(call)
@@ -48,7 +48,7 @@ def _has_come(call: Call, rank: int) -> bool:
         channel.words_read[rank] += 1
         if int(call.results[0]) >= channel.num_monitored:
             return True
-        # The message came too late for an earlier barrier.
+        # The message belongs to an earlier barrier, for which it came too late.
         call = channel.receive(
             Call(channel, call.name, call.results, call.seconds), raw(call.results[0]), rank, WORD_TAG
         )

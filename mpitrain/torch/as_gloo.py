@@ -16,8 +16,8 @@ import mpitrain.torch  # noqa: F401 (registers the backend)
 
 def adopt() -> None:
     """From now on, init_process_group and new_group take mpitrain's backend where they are asked for gloo, or for
-    none. Other names, such as nccl, stay. get_backend answers gloo: programs ask which of the names that they know it
-    is (Ignite wraps a model only then)."""
+    none. Other names, such as nccl, are unchanged. get_backend returns gloo, because some programs look for a name that
+    they know (Ignite wraps a model only for those)."""
     for name in ("init_process_group", "new_group"):
         ours = _with_ours(getattr(distributed_c10d, name), has_default=name == "init_process_group")
         for module in (dist, distributed_c10d, device_mesh):
@@ -34,7 +34,7 @@ def adopt() -> None:
 
 
 def backend_of(asked: str | None, *, has_default: bool) -> str | None:
-    """Return the name of the backend that is taken; None: that of the default group, which has one already."""
+    """Return the name of the backend to use; None: that of the default group, which has one already."""
     if asked is None:
         return "mpitrain" if has_default else None
     return re.sub(r"\bgloo\b", "mpitrain", asked.lower())

@@ -235,13 +235,13 @@ class MpiProcessGroup(AllToAllCalls, PairCalls, SparseCalls):
         return self._begin(call, work, list, opts)
 
     def call_of_ours(self, name: str, tensor: torch.Tensor, work: Callable[[numpy.ndarray], Progress]) -> Call:
-        """Begin a call that torch does not know: `work` replaces the tensor's values, flat and on the host."""
+        """Begin a call that torch does not have: `work` replaces the tensor's values, flat and on the CPU."""
         call = self._call(name, [tensor], None)
         flat = values(call.buffers.write(tensor, filled=True))
         return self._begin(call, lambda: work(flat), lambda: [checks.count(tensor)], None)
 
     def start_coalescing(self, device: Any) -> None:
-        """Let all calls begun from now on end together."""
+        """Make all calls begun from now on end together."""
         self._together = []
 
     def end_coalescing(self, device: Any) -> Call:

@@ -1,4 +1,4 @@
-"""A process group without its calls: its identity, and the first steps that all calls share."""
+"""A process group without its calls: its identity, and the steps with which all calls begin."""
 
 # torch declares each call twice, for lists of tensors and for one tensor. It calls the first.
 # mypy: disable-error-code="override"
@@ -24,7 +24,7 @@ from mpitrain.torch.versions import is_awaited
 from mpitrain.torch.work import Call
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
-# Where tensors can be. For a backend on GPUs, PyTorch's ShardedTensor makes its tensors there.
+# The devices of tensors. For a backend that supports GPUs, PyTorch's ShardedTensor makes its tensors there.
 DEVICES = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)  # type: ignore[no-untyped-call]
 
 
@@ -136,7 +136,7 @@ class BareGroup(dist.ProcessGroup):
         """Stop collecting calls. Those begun since start_coalescing continue, without a common work."""
         self._together = None
 
-    # -- what they are made of -------------------------------------------------------------------------------------
+    # -- the steps of the calls ------------------------------------------------------------------------------------
 
     def _call(self, name: str, results: Tensors, opts: Any) -> Call:
         channel = self._channel

@@ -1,17 +1,17 @@
-"""Which parts of a batch have one entry for each sample, where a batch comes whole and is divided.
+"""Which parts of a batch have one entry for each sample, if a whole batch is to be divided.
 
-A part is divided because of its kind, or because the data declare it, but never because its length fits. In a batch
-that is a tensor, or a dict, dataclass, named tuple, tuple or list around others:
+A part is divided because of its kind, or because the data declare it, but never because its length matches. The rules
+for a batch that is a tensor, or a dict, dataclass, named tuple, tuple or list of parts:
 
 - Tensors and arrays with a dimension have one row for each sample.
-- Texts, numbers, None, tensors without a dimension, a torch.Size: they are whole, on each rank.
-- A list or tuple of texts or numbers may be both. It is whole; but if the first batch that has it has as many samples,
-  nobody can know, and that is an error.
+- Texts, numbers, None, tensors without a dimension and a torch.Size are whole on each rank.
+- A list or tuple of texts or numbers may be either. It counts as whole. But if it has as many entries as the first
+  batch with it has samples, the case is ambiguous, which is an error.
 - So it is with a list of equal dicts, lists or tuples, of ones without tensors, or of tensors inside of another
   container: it may be several inputs, or one entry for each sample. It is the former, and each tensor in it has rows;
   unless it has as many entries as the batch has samples, or no other part says how many these are.
 
-What PyTorch's own default_collate has made is known: there, a list of texts has one for each sample.
+The output of PyTorch's own default_collate is known: there, a list of texts has one text for each sample.
 """
 
 from __future__ import annotations
@@ -39,26 +39,27 @@ class BatchForm:
         """`declared` is the form as for `prepare`. With `is_default`, default_collate has made the batches.
 
         Raises:
-            ConfigError: it is no form.
+            ConfigError: `declared` is not a form.
         """
         for leaf in leaves(declared):
             if leaf is not None and not (isinstance(leaf, str) and leaf in (SAMPLES, WHOLE)):
                 raise ConfigError(
-                    f"form={declared!r} has {leaf!r}; a form has {SAMPLES!r} for what has one entry for each sample, "
-                    f"{WHOLE!r} for what has not, and None for what is to be found out, in dicts, lists and tuples"
+                    f"form={declared!r} has {leaf!r}; a form has {SAMPLES!r} for a part with one entry for "
+                    f"each sample, {WHOLE!r} for any other part, and None for a part to be detected, in dicts, "
+                    "lists and tuples"
                 )
         self._declared, self._is_default = declared, is_default
-        self._known: set[str] = set()  # paths of lists whose entries are no samples
+        self._known: set[str] = set()  # paths of lists whose entries are not samples
 
     def described(self, batch: Any) -> tuple[int, str]:
-        """Return the number of samples of a batch, and a text with it and a checksum of the first and last sample.
+        """Return a batch's number of samples, and a text with this number and a checksum of the first and last sample.
 
         Raises:
-            DataError: no part has one entry for each sample, their numbers differ, or a part cannot be divided; or a
-                list may have one entry for each sample, or not.
+            DataError: no part has one entry for each sample, their numbers differ, a part cannot be divided, or a list
+                is ambiguous.
         """
         columns: dict[str, Any] = {}
-        lists: dict[str, Any] = {}  # with two readings
+        lists: dict[str, Any] = {}  # ambiguous lists
         self._read(batch, self._declared, "", columns, lists)
         lengths = {path or "the batch": len(column) for path, column in columns.items()}
         if len(set(lengths.values())) != 1:
@@ -82,7 +83,7 @@ class BatchForm:
         return total, f"{total} samples, checksum {checksum(list(columns.values())[:1]):08x}"
 
     def divided(self, batch: Any, part: slice) -> Any:
-        """Return these samples of a batch that was `described`. What is not of samples is the same object."""
+        """Return these samples of a batch that was `described`. Parts that are whole are the same objects."""
         return self._mapped(batch, self._declared, "", lambda path, column: column[part])
 
     def _read(self, value: Any, form: Any, path: str, columns: dict[str, Any], lists: dict[str, Any]) -> None:
@@ -104,7 +105,7 @@ class BatchForm:
     def _mapped(
         self, value: Any, form: Any, path: str, column: Callable[[str, Any], Any], lists: dict[str, Any] | None = None
     ) -> Any:
-        """Return the same structure, in which `column` has replaced each column. Note lists with two readings."""
+        """Return the same structure with each column replaced by `column`. Note ambiguous lists."""
         children = children_of(value)
         is_row = isinstance(value, list | tuple) and not hasattr(value, "_fields")
         if form == WHOLE:
@@ -151,7 +152,7 @@ class BatchForm:
 
 
 def _may_be_samples(entries: Any, *, is_inner: bool) -> bool:
-    """Whether the entries of a list are of one kind, as samples are. The batch itself may be a list of tensors."""
+    """Whether the entries of a list are all of one kind, as samples are. The batch itself may be a list of tensors."""
     if len(entries) < 2:
         return False
     if all(isinstance(entry, torch.Tensor | numpy.ndarray) for entry in entries):
@@ -186,7 +187,7 @@ def _kind(value: Any) -> str:
 
 
 def _remedy(path: str) -> str:
-    """Say how the data can declare its form. `path` is that of the part, such as ['names']."""
+    """Describe how the data can declare its form. `path` is the path of the part, such as ['names']."""
     key = path[1:].partition("]")[0] if path.startswith("[") else ""
     form = f"{{{key}: {SAMPLES!r}}}" if key.startswith("'") else f"({SAMPLES!r}, {WHOLE!r})"
     return (

@@ -1,6 +1,6 @@
-"""The weight of this rank's part of a batch in means: its samples, or what the program says, such as its tokens.
+"""The weight of this rank's part of a batch in means: its number of samples, or the program's choice, such as tokens.
 
-And what a loop has computed of the samples of a batch, such as losses, as numbers.
+Also converts what a loop has computed from a batch, such as losses, to numbers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class BatchWeight:
     """The weight of the newest batch of some data on this rank.
 
     Attributes:
-        default: what a batch weighs if nothing else is said; None: its samples.
+        default: the weight of a batch for which none is given; None: its number of samples.
         is_said: the weight is not the number of samples.
     """
 
     def __init__(self, world: World, *, is_virtual: bool) -> None:
-        """With virtual ranks, a batch weighs its samples."""
+        """With virtual ranks, a batch is weighted by its samples."""
         self._world, self.is_virtual = world, is_virtual
         self.default: Weight | None = None
         self._share = Share(1, 1)
@@ -50,7 +50,7 @@ class BatchWeight:
         self._part: float | None = None
 
     def take(self, batch: Any, share: Share) -> None:
-        """Begin with a batch that has just been taken."""
+        """Start with a batch that has just been taken."""
         self._batch, self._share, self._taken, self._is_in_use = batch, share, next(_clock), True
         self._said = self._value = self._part = None
         if not _newest or _newest[0]() is not self:
@@ -77,10 +77,10 @@ class BatchWeight:
         self._said, self._value, self._part = said, None, None
 
     def now(self) -> float:
-        """Return the weight of this rank; 0 without samples, whatever is said. See also NOTHING.
+        """Return the weight of this rank; 0 without samples, whatever weight was given. See also NOTHING.
 
         Raises:
-            DataError: it is not one number.
+            DataError: the weight is not one number.
         """
         if self._value is None:
             self._value = self.of(self._number()) if self.is_said and self._share.count else float(self._share.count)
@@ -89,16 +89,16 @@ class BatchWeight:
         return self._value
 
     def of(self, number: Any) -> float:
-        """Return a weight of this rank as a float, as `now` does. Raises DataError if it is not one number."""
+        """Return a given weight of this rank as a float, as `now` does. Raises DataError if it is not one number."""
         return (weight_of(self._world, number) or NOTHING * self._share.count) if self._share.count else 0.0
 
     @property
     def is_nothing(self) -> bool:
-        """Nothing of this rank's part counts."""
+        """Whether nothing in this rank's part counts."""
         return self.now() <= NOTHING * self._share.count
 
     def part(self) -> float:
-        """Return this rank's part of the mean over all ranks, once for each weight. Collective if the weight is said.
+        """Return this rank's share of the mean over all ranks, once for each weight. Collective if a weight was given.
 
         Raises:
             DataError: see share_of. Raised on every rank.
@@ -110,7 +110,7 @@ class BatchWeight:
         return self._part
 
     def check_not_said_elsewhere(self) -> None:
-        """Raise GradientError if `weight` has been given the weight of other data's batch instead of this one's."""
+        """Raise GradientError if `weight` was called for a batch of other data instead of this one."""
         if self._said is None and _told and _told[0][1] > self._taken:
             other = _told[0][0]()
             if other is not None and other is not self and other._is_in_use:
@@ -146,16 +146,16 @@ def _one_number(world: World, value: Any, rule: str) -> float:
 
 
 def newest_weight() -> BatchWeight | None:
-    """The weight of the batch that was taken last, if it is in use."""
+    """Return the weight of the batch that was taken last, if it is in use."""
     weight = _newest[0]() if _newest else None
     return weight if weight is not None and weight._is_in_use else None
 
 
 def tell(world: World, weight: BatchWeight | None, number: Any) -> None:
-    """Say the weight of a batch, or of the one that was taken last.
+    """Set the weight of a batch; by default, of the one that was taken last.
 
     Raises:
-        DataError: no batch is in use, or it is not one number.
+        DataError: no batch is in use, or the weight is not one number.
         ConfigError: the data has virtual ranks.
     """
     weight = weight if weight is not None else newest_weight()
@@ -174,7 +174,7 @@ def tell(world: World, weight: BatchWeight | None, number: Any) -> None:
 
 
 class MeanNumber(float):
-    """A float, with `item` as a tensor of one element has."""
+    """A float that has `item`, as a tensor of one element does."""
 
     def item(self) -> float:
         """Return the plain float."""
@@ -185,7 +185,8 @@ torch.serialization.add_safe_globals([MeanNumber])  # a checkpoint may hold it
 
 
 def numbers_of(values: Any) -> numpy.ndarray:
-    """Return a number, a tensor or an array as float64 on the host. Raises TreeError if it has more than values."""
+    """Return a number, a tensor or an array as a float64 array on the CPU. Raises TreeError if it has more than
+    values."""
     check_class(values, "the value")
     if isinstance(values, torch.Tensor):
         values = values.detach().to("cpu", torch.float64).numpy()
@@ -198,13 +199,13 @@ def number_of(world: World, value: Any) -> float:
 
 
 def mean_of_virtual_ranks(world: World, share: Share, values: Any) -> float:
-    """Return the mean over all samples of a batch, of which each virtual rank has a mean. Collective.
+    """Return the mean over all samples of a batch, from the means of the virtual ranks. Collective.
 
     Args:
-        values: a list; the newest are those of this rank's virtual ranks with samples.
+        values: a list; its last entries are the means of this rank's virtual ranks with samples.
 
     Raises:
-        DataError: it is no list, or a short one.
+        DataError: `values` is not a list, or is too short.
     """
     counts = [count for count in share.virtual if count]
     if not isinstance(values, list) or len(values) < len(counts):

@@ -1,6 +1,6 @@
-"""Batches of any structure: their tensors and arrays, and the same structure with other ones.
+"""Batches of any structure: their tensors and arrays, and the same structure with other tensors and arrays.
 
-And what the ranks compare of batches, and of their data sets before the first batch.
+Also the descriptions by which the ranks compare batches, and data sets before the first batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 
 
 def children_of(value: Any) -> dict[Any, Any] | None:
-    """Return the entries of a dict or another mapping, a dataclass, a list or a tuple by key; None: it is none."""
+    """Return the entries of a mapping, a dataclass, a list or a tuple by key; None: `value` is not a container."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, PackedSequence):
@@ -37,10 +37,11 @@ def children_of(value: Any) -> dict[Any, Any] | None:
 
 
 def rebuilt(value: Any, children: Mapping[Any, Any]) -> Any:
-    """Return a new container of the kind of `value` with these entries, of the same keys. `value` is not changed."""
+    """Return a new container of the class of `value` with these entries, under the same keys. `value` is not
+    changed."""
     kind: Any = type(value)
     if isinstance(value, dict | UserDict):
-        result: Any = copy.copy(value)  # keeps what else a dict of a library has
+        result: Any = copy.copy(value)  # keeps other attributes of a library's dict
         for key, child in children.items():  # not update(): a Counter would add
             result[key] = child
         return result
@@ -51,13 +52,13 @@ def rebuilt(value: Any, children: Mapping[Any, Any]) -> Any:
     if dataclasses.is_dataclass(value):
         result = copy.copy(value)
         for key, child in children.items():
-            object.__setattr__(result, key, child)  # also of a frozen one
+            object.__setattr__(result, key, child)  # also works if the dataclass is frozen
         return result
     return kind(children.values())
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return the same structure, in which `function` has replaced what is no container."""
+    """Return the same structure with `function` applied to everything that is not a container."""
     children = children_of(value)
     if children is None:
         return function(value)
@@ -65,7 +66,7 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield what is no container in a structure."""
+    """Yield everything in a structure that is not a container."""
     children = children_of(value)
     if children is None:
         yield value
@@ -82,13 +83,13 @@ def has_rows(leaf: Any) -> bool:
 
 
 def arrays_of(batch: Any) -> list[numpy.ndarray]:
-    """Return the tensors and arrays of a batch that have rows, on the host."""
+    """Return the tensors and arrays of a batch that have rows, on the CPU."""
     rows = filter(has_rows, leaves(batch))
     return [array_of(leaf.cpu()) if isinstance(leaf, torch.Tensor) else leaf for leaf in rows]
 
 
 def copied(batch: Any) -> Any:
-    """Return a batch with tensors and arrays in new memory, which begins at a multiple of 64 bytes."""
+    """Return a batch with tensors and arrays copied to new memory, aligned to 64 bytes."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -120,7 +121,7 @@ def checksum_of_sample(sample: Any, before: int = 0) -> int:
 
 
 def checksum_of_numbers(numbers: Any, before: int = 0) -> int:
-    """Return a checksum of sample numbers; `before` if they are other objects, whose text may differ by rank."""
+    """Return a checksum of sample numbers; `before` if they are other objects, whose text may differ between ranks."""
     try:
         array = numpy.asarray(numbers)
     except (TypeError, ValueError):
@@ -129,7 +130,7 @@ def checksum_of_numbers(numbers: Any, before: int = 0) -> int:
 
 
 def lines_of(dataset: Any) -> Iterator[str]:
-    """Yield what is compared of a data set, one item per line."""
+    """Yield the properties of a data set that the ranks compare, one per line."""
     text = f"{type(dataset).__name__} of {len(dataset) if has_length(dataset) else 'an unknown number of'} samples"
     if isinstance(dataset, Subset):
         text += f", checksum of their numbers {_checksum_of_subset(dataset.indices):08x}"
@@ -156,7 +157,7 @@ def _checksum_of_subset(indices: Any) -> int:
 
 
 def has_length(data: Any) -> bool:
-    """Whether len() knows the length of the data."""
+    """Whether the data has a length."""
     try:
         len(data)
     except (TypeError, NotImplementedError):  # from data without a length, and from a DataLoader of a stream

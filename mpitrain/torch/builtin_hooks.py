@@ -1,6 +1,7 @@
 """DDP's built-in communication hooks for the groups of this backend.
 
-PyTorch's own are in C++, and accept only backends in C++. default_hooks has the same in Python.
+PyTorch's built-in hooks are written in C++, and accept only backends in C++. default_hooks has the same hooks in
+Python.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mpitrain.torch.bare_group import BareGroup
 
 
 def mend_builtin_hooks() -> None:
-    """Let DDP take the hook in Python for a group of this backend."""
+    """Make DDP use the Python hook for a group of this backend."""
     original: Any = DistributedDataParallel._register_builtin_comm_hook
 
     @functools.wraps(original)

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from mpitrain.torch.engine import Engine
     from mpitrain.world.world import World
 
-# In each group, this many calls begin with a comparison of what the ranks are about to do.
+# In each group, the first calls, this many, begin with a comparison of what the ranks are about to do.
 COMPARED_CALLS = 100
-# Later calls are compared so many at once. A call that waits for long is compared by itself.
+# Later calls are compared in batches of this many. A call that waits for long is compared by itself.
 COMPARED_AT_ONCE = 50
 _MOST_TEXT = 300
-_FEW_NUMBERS = 64  # the numbers of a metric; a call with more may exchange what a model trains with
+_FEW_NUMBERS = 64  # as many as a metric has; a call with more may exchange gradients or parameters
 WORD_TAG = -1  # the tag of the messages of monitored barriers; send and recv use tags of 0 and above
-# The time for which get_future drives a call. With 0.02, four ranks on two cores took a fifth longer.
+# For how long get_future drives a call. With 0.02, four ranks on two cores took a fifth longer.
 _HERE_SECONDS = 0.3
 
 
@@ -52,13 +52,14 @@ class Channel:
         """`world` is the group's own. Collective over its ranks.
 
         Raises:
-            ConfigError: the reduction of the World is exact. On every rank.
+            ConfigError: the reduction of the World is exact. Raised on every rank.
         """
         if world.config.reduction == "exact":
             raise everywhere(
                 ConfigError(
-                    "reduction=exact: the calls of torch.distributed add up as the algorithm does; take "
-                    "reduction=plain, or train with mpitrain.torch.prepare or mt.Trainer: means whose sum is exact"
+                    "reduction=exact: the calls of torch.distributed add up as the algorithm does; use "
+                    "reduction=plain, or train with mpitrain.torch.prepare or mt.Trainer, whose means are "
+                    "exact"
                 )
             )
         self.engine = engine
@@ -69,14 +70,14 @@ class Channel:
         self.calls: dict[Call, None] = {}  # in flight, in the order begun
         self.num_calls = 0  # calls of all ranks that were begun
         self.num_monitored = 0  # monitored barriers so far; each sends a message to every other rank
-        self.words_read: Counter[int] = Counter()  # the number of these messages that were received, by rank
+        self.words_read: Counter[int] = Counter()  # how many of these messages were received, by rank
         self._last_small = LastSmallCalls()
         self._peers = Peers(world)
         self._queue = world.background
         self._process = os.getpid()
         self._left_to_compare = COMPARED_CALLS
         self._waited = WaitedCalls(world, str(self))
-        self._has_refused = False  # a call since then: it may be the one that the others make now
+        self._has_refused = False  # refused a call since then: it may be the one that the others are making now
         self._compares_all = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
         self._is_closed = False
 
@@ -108,12 +109,12 @@ class Channel:
         is_awaited: bool,
         root: int | None = None,
     ) -> Call:
-        """Begin a call of all ranks, or of this one alone, after all earlier calls.
+        """Begin a call of all ranks, or of this rank alone, after all earlier calls.
 
         Args:
             call: the call.
             work: makes the steps of the call.
-            lines: describes what must be equal on all ranks; None: the call is this rank's alone.
+            lines: describes what must be equal on all ranks; None: a call of this rank alone.
             is_awaited: the caller will wait for the call at once.
         """
         name = call.name if root is None else f"{call.name} with root {root}"
@@ -127,7 +128,7 @@ class Channel:
 
     def refuse(self, call: str, error: Exception) -> None:
         """Refuse a call that this rank cannot make: tell the other ranks, and raise `error`."""
-        # Without this rank's name: a call that all refuse is the same call.
+        # Without this rank's name: if all ranks refuse a call, it is the same call.
         reason = str(error).removeprefix(f"{self.world.name()}: {call}: ")
         agreement = self._agreement(call, lambda: [f"refused: {reason}"])
         if agreement is None and self.world.size > 1:
@@ -170,7 +171,7 @@ class Channel:
         return self.world.size > 1 and (is_due or self._has_refused)
 
     def look(self) -> float | None:
-        """Do what can be done without waiting. Return the seconds that the caller may sleep before the next look."""
+        """Make progress without waiting. Return the seconds that the caller may sleep before the next call."""
         if not self._prepare():
             return None
         nap = self._queue.look()
@@ -185,7 +186,7 @@ class Channel:
         return nap
 
     def judge(self, now: float) -> None:
-        """End calls whose time is over, and all calls if a member has left. Is called now and then."""
+        """End calls that have timed out, and all calls if a member has left. Called now and then."""
         for call in tuple(self.calls):
             if call.deadline > now or call.is_done:
                 continue
@@ -213,7 +214,7 @@ class Channel:
                 return
 
     def others(self, call: Call) -> Collection[int] | None:
-        """Return the ranks of the group that a send or receive is for; None for a call of all ranks."""
+        """Return the peers of a send or receive, as ranks of the group; None for a call of all ranks."""
         return self._peers.others(call)
 
     def break_off(self, doing: str, error: BaseException) -> None:
@@ -237,7 +238,8 @@ class Channel:
         """Drive the call from this thread for a while, if ranks share the cores on which they compute.
 
         The caller that gets the future (DistributedDataParallel, in the backward pass) waits for it without driving.
-        The engine's thread would take more time from the computation, because it works and naps beside it (measured).
+        The engine's thread, which alternates between work and naps, would take more time from the computation
+        (measured).
         """
         if self.world.num_nodes == 1 and self.is_for_all(call) and not call.is_done:
             with suppress(MpitrainError):  # the call ends with this error
@@ -301,7 +303,7 @@ class Channel:
         return self.world.begin_agreement(f"the last {len(calls)} calls in {self}", calls)
 
     def _prepare(self) -> bool:
-        """Put calls into the queue that can run now, in a subclass. False if the group was given up."""
+        """Put the calls that can run now into the queue, in a subclass. False if the group was given up."""
         return True
 
     def _enqueue(
@@ -362,13 +364,14 @@ def _have_ended(calls: Sequence[Call]) -> bool:
 
 
 def _tell(agreement: Agreement) -> Generator[float | None]:
-    """Let the others see that this rank has refused a call. A mismatch is no error here: the caller has the reason."""
+    """Show the others that this rank has refused a call. A mismatch is not an error here: the caller gets the
+    reason."""
     with suppress(MismatchError):
         yield from until(agreement.test)
 
 
 def _read_words(peers: Peers, words_read: Counter[int], own_rank: int, sent: Sequence[int]) -> None:
-    """Receive the messages of monitored barriers that this rank has missed. Rank r has sent it `sent[r]`."""
+    """Receive the messages of monitored barriers that this rank has missed. Rank r has sent it `sent[r]` messages."""
     for rank, count in enumerate(sent):
         if rank != own_rank:
             peers.take_in(rank, WORD_TAG, count - words_read[rank])

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def kind(tensor: torch.Tensor) -> str:
-    """Return the tensor's dtype and place, in words."""
+    """Describe the tensor's dtype and device."""
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
 
 
 def count(tensor: torch.Tensor) -> str:
-    """Return the tensor's dtype, place and number of elements, in words. Shapes may differ between ranks."""
+    """Describe the tensor's dtype, device and number of elements. Shapes may differ between ranks."""
     return f"{tensor.numel()} {kind(tensor)}"
 
 
@@ -55,7 +55,7 @@ def tensors(given: Sequence[torch.Tensor], *, dtypes: bool = True) -> None:
 
 
 def whole(tensor: torch.Tensor) -> None:
-    """Raise TypeError for a tensor of a class of its own, for a call whose result is a new tensor."""
+    """Raise TypeError for a tensor of a subclass, in a call whose result is a new tensor."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise TypeError(
             f"a {type(tensor).__name__}; the result would be a plain torch.Tensor, without what the class adds. Give "
@@ -83,7 +83,7 @@ def peer(given: Sequence[torch.Tensor], rank: int, size: int, tag: int, largest_
 
 
 def splits(tensor: torch.Tensor, sizes: Sequence[int], size: int, role: str) -> list[int]:
-    """Return the byte offsets between the ranks' parts. `sizes` are along the first dimension; empty: equal parts.
+    """Return the byte offsets of the ranks' parts. `sizes` are along the first dimension; empty: equal parts.
 
     Raises:
         ValueError: the sizes do not fit the tensor.
@@ -104,7 +104,7 @@ def splits(tensor: torch.Tensor, sizes: Sequence[int], size: int, role: str) -> 
 
 
 class Sizes:
-    """The sizes that the ranks send each other and expect from each other, which all ranks compare."""
+    """The sizes that the ranks send to each other and expect from each other; all ranks compare them."""
 
     def __init__(
         self, world: World, call: Call, sends: Sequence[numpy.ndarray], receives: Sequence[numpy.ndarray]

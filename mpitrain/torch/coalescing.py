@@ -1,8 +1,8 @@
 """Two repairs of PyTorch's coalescing manager for the groups of this backend.
 
-- An exception in it ends the collecting. PyTorch's own manager then leaves a mark on the group, at least up to version
-  2.15: all later calls of the group that can be coalesced are collected, return at once and do nothing.
-- Its end waits for sends and receives, with and without `device=`. PyTorch's own manager waits only with it.
+- An exception inside it ends the collecting. PyTorch's own manager leaves the group marked as collecting, at least up
+  to version 2.15: all later calls of the group that can be coalesced are collected, return at once and do nothing.
+- Its end waits for sends and receives, with and without `device=`. PyTorch's own manager waits only with `device=`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpitrain.torch.bare_group import BareGroup
 
 
 def mend_coalescing() -> None:
-    """Replace PyTorch's manager with a repaired one. Only the first call does something."""
+    """Replace PyTorch's manager with a repaired one. Only the first call has an effect."""
     original: Any = distributed_c10d._coalescing_manager
     if hasattr(original, "is_mended"):
         return

@@ -1,4 +1,5 @@
-"""Fewer bytes on the wire in DistributedDataParallel: a communication hook from the codecs of mpitrain.compression."""
+"""Gradient compression in DistributedDataParallel: a communication hook made from the codecs of
+mpitrain.compression."""
 
 # Do not add `from __future__ import annotations`: DDP checks the annotations of a hook, and accepts no strings.
 
@@ -21,7 +22,7 @@ from mpitrain.torch.backend import MpiProcessGroup
 from mpitrain.torch.channel import Channel
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
-# The sum of a bucket, with its residual and its parameters.
+# Computes the sum of a bucket from its values, its residual and its parameters.
 OnBucket = Callable[[numpy.ndarray, numpy.ndarray, Sequence[torch.Tensor]], Progress]
 
 
@@ -47,9 +48,9 @@ class BucketResiduals:
     """The residuals of one hook on one rank: what the codec has not sent of the gradients in DDP's buckets.
 
     They are kept by parameter, because DDP may change its buckets. DDP begins with one bucket, and makes the buckets of
-    all later steps before its second step. A run that resumes begins with one bucket, too. There it takes apart the
-    one, and exchanges the buckets that the saved run had: a codec rounds whole blocks, and the owner of an element
-    follows from its place, so other buckets would give other bits.
+    all later steps before its second step. A run that resumes begins with one bucket, too. In that step, the one bucket
+    is split, and the buckets of the saved run are exchanged: a codec rounds whole blocks, and the owner of an element
+    follows from its place, so other buckets would give different bits.
 
     Attributes:
         factors: by the parameter's id; see Slot.factors.
@@ -74,12 +75,13 @@ class BucketResiduals:
                 places[one][:] = values
 
     def move(self, buckets: Sequence[Sequence[torch.Tensor]]) -> None:
-        """DDP has these buckets now."""
+        """Note the buckets that DDP has now."""
         for parameters in buckets:
             self._of(parameters)
 
     def state(self, names: Mapping[int, str]) -> dict[str, Any]:
-        """The buckets by the names of their parameters, and the residual of each parameter; names are by id."""
+        """Return the buckets, by the names of their parameters, and the residual of each parameter. `names` maps ids to
+        names."""
         return {
             "buckets": [[names[one] for one in kept.ids()] for kept in self._buckets],
             "residual": {names[one]: torch.from_numpy(part.copy()) for one, part in self._parts.items()},
@@ -90,7 +92,7 @@ class BucketResiduals:
         """Continue from `state`.
 
         Raises:
-            CheckpointError: it is of other parameters. Nothing has changed.
+            CheckpointError: it belongs to other parameters. Nothing has changed.
         """
         residual = state["residual"]
         for name, values in residual.items():
@@ -103,7 +105,7 @@ class BucketResiduals:
             self._keep([named[name] for name in names], [residual[name].numpy() for name in names])
 
     def _of(self, parameters: Sequence[torch.Tensor]) -> list[_Kept]:
-        """The residuals that make up a bucket: those that are known of it, or one made of their parts."""
+        """The residuals that make up a bucket: those already known for it, or one made of their parts."""
         wanted = {id(parameter) for parameter in parameters}
         known = [kept for kept in self._buckets if wanted.issuperset(kept.ids())]
         if sum(len(kept.parameters) for kept in known) == len(wanted):
@@ -131,13 +133,13 @@ def compress(codec: str) -> Hook:
 
     Inside a node, gradients travel uncompressed. The first argument of `register_comm_hook` is the process group; None
     is the group of all ranks. Sums are made in float32. The mean gives every rank the same weight, as DDP's own does.
-    What the codec leaves out of a gradient is added to the same gradient in the next step. `residuals` returns it for a
-    checkpoint. Sources: mpitrain/allreduce/direct.py.
+    The part of a gradient that the codec does not send is added to the same gradient in the next step. `residuals`
+    returns this residual for a checkpoint. Sources: mpitrain/allreduce/direct.py.
 
     Args:
-        codec: a name in mpitrain.compression.CODECS, or power_sgd; with its setting if it takes one, as in
-            "top_k:0.05" and "power_sgd:2". The sums of power_sgd use the algorithm of the group's other sums,
-            MPITRAIN_ALGORITHM. A codec has its own.
+        codec: a name in mpitrain.compression.CODECS, or power_sgd; with its setting if it has one, as in "top_k:0.05"
+            and "power_sgd:2". The sums of power_sgd use MPITRAIN_ALGORITHM, as the group's other sums do. A codec has
+            its own algorithm.
 
     Raises:
         ConfigError: there is no such codec or setting; or, in the backward pass, a gradient is not float32, or the
@@ -181,7 +183,7 @@ def _sum_of(channel: Channel, compression: str, residuals: BucketResiduals) -> O
         return lambda flat, residual, _: steps(flat, residual)
 
     def total(flat: numpy.ndarray, residual: numpy.ndarray | None = None, /) -> Progress:
-        return channel.sums.steps(flat, residual)  # not kept: the channel gives its memory back when the group ends
+        return channel.sums.steps(flat, residual)  # not kept: the channel frees its memory when the group ends
 
     if world.num_nodes == 1:
         return lambda flat, *_: total(flat)
@@ -197,7 +199,7 @@ def _sum_of(channel: Channel, compression: str, residuals: BucketResiduals) -> O
 
 
 def _no_strategy(call: str) -> ConfigError:
-    """Return the error for a strategy in the place of something else."""
+    """Return the error for a strategy that was given in place of something else."""
     return ConfigError(
         f"{call}: DistributedDataParallel exchanges the gradients of every step. It takes the name of a codec, such as "
         'compress("int8"), and no strategy. To train with local updates, leave DistributedDataParallel out: '
@@ -210,7 +212,7 @@ def group_of(state: Any) -> MpiProcessGroup:
     """Return the process group with which a hook of `compress` was registered.
 
     Raises:
-        ConfigError: the group uses another backend, or it is no group but a strategy.
+        ConfigError: the group uses another backend, or `state` is a strategy.
     """
     group = dist.group.WORLD if state is None else state
     if hasattr(state, "finish_step"):  # as every Strategy has

@@ -1,12 +1,13 @@
-"""The batches of sources whose samples rank 0 does not draw: which batch it is, and what this rank's part of it is.
+"""Batches of sources whose samples rank 0 does not draw: which batch each one is, and this rank's part of it.
 
-Data that can only be read from the beginning comes in whole batches: every rank reads all, and keeps its part of each.
+Data that can only be read from the beginning comes in whole batches: every rank reads all of them, and keeps its part
+of each.
 
 The class of a DataLoader may have an `__iter__` of its own, such as one that moves batches to a device. Such an
 `__iter__` takes batches from DataLoader's, and may yield others, leave some out, repeat or reorder them, or take some
-ahead. The weight of a batch, and its place in the data, are those of the one that DataLoader has made. They are told
-apart by their tensors; new tensors are those of the newest batch if none is taken ahead. What such an `__iter__` does
-with a rank's part must be what it would do with the batch of one process. So slices of a batch are refused, a part of
+ahead. The weight of a batch and its place in the data are those of the batch that DataLoader made. Batches are told
+apart by their tensors; new tensors belong to the newest batch if none is taken ahead. Such an `__iter__` must treat a
+rank's part as it would treat the batch of one process. So three things are refused: slices of a batch, a part from
 which samples are left out, and batches that seem to be left out because of their number of samples.
 """
 
@@ -25,21 +26,21 @@ from mpitrain.torch.drawn import Share, other_samples, own_part
 from mpitrain.torch.part_loader import Delivery, PartLoader
 from mpitrain.world.world import World
 
-_MOST_KEPT = 1024  # batches; those before are not told apart any more
+_MOST_KEPT = 1024  # batches; earlier ones are no longer told apart
 _NO_MORE = object()
 
 
 def after_used(
     batches: Iterable[tuple[Any, Delivery, int]], used: tuple[int, int], skipped: Callable[[], None]
 ) -> Iterator[tuple[Any, Delivery, int]]:
-    """Leave out what `followed` yields of the batches that were used before. They are read.
+    """Skip those batches of `followed` that were used before. They are read.
 
     Args:
         used: their number, and the checksum of the numbers of their samples.
         skipped: is called after them, if there are any.
 
     Raises:
-        CheckpointError: they have other samples than then. Raised on every rank.
+        CheckpointError: their samples have changed. Raised on every rank.
     """
     first, expected = used
     for batch, delivery, number in batches:
@@ -52,17 +53,17 @@ def after_used(
 
 
 def followed(world: World, loader: PartLoader) -> Iterator[tuple[Any, Delivery, int]]:
-    """Yield what the loader's own `__iter__` yields, with what is known of the batch, and its number from 1 on.
+    """Yield the results of the loader's own `__iter__`, each with what is known about the batch and its number from 1.
 
     Collective: the ranks compare the numbers.
 
     Raises:
-        DataError: it cannot be known which batch it is. Raised on every rank.
+        DataError: the batch cannot be identified. Raised on every rank.
         MismatchError: the ranks' loaders yield different batches, or one is at its end. Raised on every rank.
     """
     seen = _Seen(is_divided=world.size > 1)
     batches = loader.watched(seen.add)
-    # Not a for loop: it would call the __iter__ again, which may return its own object, and begin to read anew.
+    # Not a for loop: it would call __iter__ again, which may return its own object and start reading again.
     while (batch := next(batches, _NO_MORE)) is not _NO_MORE:
         number, problem = seen.find(batch)
         delivery = seen.deliveries.get(number)
@@ -89,7 +90,7 @@ class _Seen:
     def __init__(self, is_divided: bool) -> None:
         self.deliveries: dict[int, Delivery] = {}
         self._newest = self._yielded = 0
-        # The batches that were not yielded, and the numbers of samples, of all ranks, of those that were and were not.
+        # The batches that were not yielded; and the sizes, over all ranks, of batches that were and were not yielded.
         self._waiting: dict[int, int] = {}
         self._used: set[int] = set()
         self._left: set[int] = set()
@@ -114,7 +115,7 @@ class _Seen:
             self._numbers[id(leaf)] = weak, self._newest if known in (None, self._newest) else 0
 
     def left_out(self) -> str:
-        """Say what is wrong with the batches that were not yielded, now that there are no more. Equal on all ranks."""
+        """At the end, describe what is wrong with the batches that were not yielded. Equal on all ranks."""
         left = self._left | set(self._waiting.values())
         if not self._is_divided or not left or left & self._used:
             return ""
@@ -125,7 +126,7 @@ class _Seen:
         )
 
     def find(self, batch: Any) -> tuple[int, str]:
-        """Return the number of a batch, and what is wrong."""
+        """Return the number of a batch, and the problem, if any."""
         number, problem = self._find(batch)
         if not problem and number in self.deliveries:
             self._used.add(self.deliveries[number].share.total)
@@ -150,7 +151,7 @@ class _Seen:
 
     @staticmethod
     def _problem_of(batch: Any, share: Share) -> str:
-        """Say that samples of a rank's part are left out, if no dimension of the new tensors has their number."""
+        """Report that samples of a rank's part are left out if no dimension of the new tensors has their number."""
         shapes = [leaf.shape for leaf in leaves(batch) if has_rows(leaf)]
         is_known = any(share.count in shape or shape[0] > share.count for shape in shapes)
         if is_known or not shapes or share.count in (0, share.total):
@@ -158,7 +159,7 @@ class _Seen:
         return "yields fewer samples than a rank's part has"
 
     def _are_slices(self, batch: Any) -> bool:
-        """Whether all tensors with rows are rows of known ones. If all have one width, columns may have been cut."""
+        """Whether all tensors with rows are rows of known tensors. If all have one width, columns may have been cut."""
         rows = [leaf for leaf in leaves(batch) if has_rows(leaf)]
         bases: list[Any] = [getattr(leaf, "_base", None) for leaf in rows]
         return len({leaf.shape[1:2] for leaf in rows}) > 1 and all(
@@ -204,7 +205,7 @@ def compared(
 
     Raises:
         MismatchError: the ranks read different batches, or continue from different positions. Raised on every rank.
-        CheckpointError: the batches that were used have other samples than then. Raised on every rank.
+        CheckpointError: the batches that were used have changed. Raised on every rank.
     """
     (first, expected), checked, number = used, 0, 0
     for number, (batch, delivery) in enumerate(parts, 1):

@@ -1,4 +1,4 @@
-"""The batches of a data set with numbered samples: rank 0 draws the numbers, and each rank reads its part of them."""
+"""Batches of a data set with numbered samples: rank 0 draws the numbers, and each rank reads its part of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mpitrain.torch.batches import checksum_of_numbers
 from mpitrain.world.shard import part_in
 from mpitrain.world.world import World
 
-# Rank 0 draws so many samples at a time and sends their numbers to the others: for most data sets, once per epoch.
+# The number of samples that rank 0 draws at a time and sends to the others: for most data sets, once per epoch.
 _DRAWN_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's share of a batch: `count` of `total` samples. If it is 0, one sample is there that does not count.
+    """This rank's share of a batch: `count` of `total` samples. If 0, the rank has one sample, which does not count.
 
     Attributes:
         virtual: the number of samples of each of this rank's virtual ranks.
@@ -50,19 +50,19 @@ class PartSampler:
     """A batch sampler that yields this rank's part of each batch of sample numbers that rank 0's sampler draws.
 
     Attributes:
-        used: the number of batches that the next iteration leaves out, and the checksum of their numbers.
+        used: the number of batches that the next iteration skips, and the checksum of their numbers.
         epoch: the number of the next iteration, for the random numbers of samples.
-        before: is called on rank 0 before the next iteration draws; None: nothing is.
-        skipped: is called when the batches that are left out have been drawn.
-        room: so many samples are drawn at a time.
-        thread: only in the thread of this number are samples drawn.
+        before: is called on rank 0 before the next iteration draws; None: nothing is called.
+        skipped: is called when the skipped batches have been drawn.
+        room: the number of samples that are drawn at a time.
+        thread: the number of the only thread that may draw samples.
         sampler, batch_size, drop_last: those of the batch sampler, for loaders that ask it.
     """
 
     def __init__(self, world: World, batches: Any, virtual: VirtualRanks | None, most: int | None = None) -> None:
         """`batches` is the batch sampler of all ranks together. With virtual ranks, see SeededSamples.
 
-        An iteration ends after `most` batches, if the sampler continues for ever.
+        An iteration ends after `most` batches, even if the sampler never ends.
         """
         self._world, self._batches, self._virtual, self._most = world, batches, virtual, most
         self.used = 0, 0
@@ -97,12 +97,12 @@ class Drawing:
         virtual: VirtualRanks | None,
         sampler: PartSampler,
     ) -> None:
-        """`sampler` has what is said of this iteration."""
+        """`sampler` has the settings of this iteration."""
         self.shares: deque[tuple[Share, int]] = deque()
         self._world, self._batches, self._virtual = world, batches, virtual
         self._epoch, self._taken, self._of_first = sampler.epoch, 0, 0
         self._numbers: Iterator[Any] | None = None
-        self._is_over = False  # no more will be drawn
+        self._is_over = False  # nothing more will be drawn
         self._drawn: deque[list[Any]] = deque()
         self._used, self._checksum, self._before, self._skipped = sampler.used, 0, sampler.before, sampler.skipped
         self._room, self._thread = sampler.room, sampler.thread
@@ -126,7 +126,7 @@ class Drawing:
         """Draw the batches that were used before a restart. Collective. A second call does nothing.
 
         Raises:
-            CheckpointError: they have other samples than then. Raised on every rank.
+            CheckpointError: their samples have changed. Raised on every rank.
             MismatchError: the ranks continue from different positions.
         """
         (count, checksum), self._used = self._used, (0, 0)
@@ -142,7 +142,7 @@ class Drawing:
             self._skipped()
 
     def draw(self) -> None:
-        """Draw the first samples now, so that they can be taken in another thread. Collective."""
+        """Draw the first samples now, so that another thread can take them. Collective."""
         self.leave_out()
         if not self._drawn and not self._is_over:
             self._draw()
@@ -159,7 +159,7 @@ class Drawing:
         return batch
 
     def _draw(self) -> None:
-        """Have rank 0 draw, so that the random numbers, and the order of an epoch, are those of one process."""
+        """Let rank 0 draw, so that the random numbers and the order of an epoch are those of one process."""
         check_thread(self._world, self._thread)
         drawn: list[list[Any]] = []
         is_over = False
@@ -175,10 +175,10 @@ class Drawing:
 
 
 def check_thread(world: World, thread: int) -> None:
-    """Check that this is the thread of this number, in which the ranks take batches together.
+    """Check that this is the thread with this number, in which the ranks take batches together.
 
     Raises:
-        DataError: it is another one.
+        DataError: it is another thread.
     """
     if threading.get_ident() != thread:
         raise DataError(
@@ -190,7 +190,7 @@ def check_thread(world: World, thread: int) -> None:
 
 
 def other_samples(count: int, problem: str) -> CheckpointError:
-    """The error for data that is not what it was before a restart, for every rank."""
+    """The error for data that has changed since before a restart, for every rank."""
     return everywhere(
         CheckpointError(
             f"the loop continues after {count} batches of an epoch, but these are not the batches it used before: "

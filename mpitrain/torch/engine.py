@@ -1,7 +1,7 @@
 """The engine that drives the calls in flight of all process groups of this process: one thread, or a waiting caller.
 
 A waiting caller drives everything itself, which is fastest. If no caller waits, as in a backward pass, the thread
-drives, with naps in between. Otherwise it would take a core of the node that computes.
+drives, with naps in between. Without naps it would take a core from the computation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mpitrain.torch.work import Call, CallFuture
     from mpitrain.world.world import World
 
-    # Receives the messages that are still on their way; its argument is the number that each rank has sent.
+    # Receives the messages that are still in flight; its argument is the number that each rank has sent.
     ReadWords = Callable[[Sequence[int]], None]
 
 _NAP_SECONDS = 50e-6  # Linux adds as much again
@@ -72,7 +72,7 @@ class Engine:
         self._thread.start()
 
     def heard(self, number: int) -> list[Word]:
-        """Return what ranks have said of their calls in the group of this number, and forget it."""
+        """Return, and forget, what ranks have reported about their calls in the group with this number."""
         return self._heard.pop(number, [])
 
     def add(self, channel: Channel) -> None:
@@ -81,7 +81,7 @@ class Engine:
             self._busy[channel] = None
 
     def wake(self) -> None:
-        """Wake the thread, because a caller does not wait for its call."""
+        """Wake the thread, because no caller waits for the call."""
         with self._wake:
             self._wake.notify()
 
@@ -113,7 +113,7 @@ class Engine:
                     self._wake.notify()
 
     def look(self) -> float:
-        """Do what can be done without waiting, unless another thread does. Return the seconds that one may sleep."""
+        """Make progress without waiting, unless another thread does. Return the seconds that the caller may sleep."""
         nap = 0.0
         if self._driving.acquire(blocking=False):
             try:
@@ -126,9 +126,8 @@ class Engine:
     def free(self, world: World, num_sent: int, read_words: ReadWords) -> None:
         """Free a group's communicators once all its ranks have closed it. Do not wait for this.
 
-        A later communicator with the same number in MPI would receive messages that are still on their way. So the
-        ranks tell each other how many messages they have sent, and receive the rest. A rank that gave the group up
-        never calls this.
+        A later communicator that reuses the number in MPI would receive messages that are still in flight. So the ranks
+        exchange how many messages they have sent, and receive the rest. A rank that gave the group up never calls this.
         """
         sent, of_all = numpy.array([num_sent]), numpy.empty(world.size, numpy.int64)
         self._closed.append((world.comm.Iallgather(sent, of_all), world, sent, of_all, read_words))
@@ -144,7 +143,7 @@ class Engine:
                 world.free()
 
     def who_waits(self) -> str:
-        """Describe in words what the ranks of this host do."""
+        """Describe what the ranks of this host are doing."""
         return "; ".join(line.strip() for line in self._neighbours.look()[1] if line[:1] != " ")
 
     def _until(self, call: Call, deadline: float | None) -> Iterator[float | None]:
@@ -204,7 +203,7 @@ class Engine:
             time.sleep(max(nap, _NAP_SECONDS))
 
     def _publish(self, call: Call | None) -> None:
-        """Publish a long wait of the thread as a wait of this rank, for reports of other ranks."""
+        """Publish a long wait of the thread as a wait of this rank, for the reports of other ranks."""
         if self._long_wait is not None and (call is None or call is not self._waited):
             self._long_wait.end()
             self._long_wait = None
@@ -223,7 +222,7 @@ class Engine:
             self._long_wait = LongWait(activity, self.world.rank, call, self._since)
 
     def _finish(self) -> None:
-        """Let the calls that the program has begun end before the program ends. Give up receives without a message."""
+        """Before the program ends, wait for the calls that it has begun. Give up receives without a message."""
         from mpi4py import MPI
 
         if os.getpid() != self._process or MPI.Is_finalized():

@@ -1,4 +1,4 @@
-"""The tensors of one call as flat arrays on the host."""
+"""The tensors of one call as flat arrays on the CPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mpitrain.adapters.torch_arrays import array_of
 
 
 class FlatTensors:
-    """Flat arrays over tensors, or over a copy on the host if a tensor is elsewhere or not contiguous.
+    """Flat arrays over tensors, or over a copy on the CPU if a tensor is elsewhere or not contiguous.
 
-    A contiguous tensor on the host is its own buffer: nothing is copied. A tensor on a GPU is copied to pinned memory
+    A contiguous tensor on the CPU is its own buffer: nothing is copied. A tensor on a GPU is copied to pinned memory
     when the call begins, after the work queued in its current stream, and back when the call ends. Both copies are
-    waited for, so every stream sees the result. (Written for CUDA's rules; it has only run on hosts.)
+    waited for, so every stream sees the result. (Written to CUDA's rules; not tested on a GPU.)
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class FlatTensors:
         self.kept: list[torch.Tensor] = []  # tensors that are read until the call ends
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a flat tensor on the host with the tensor's values. Do not write to it."""
+        """Return a flat CPU tensor with the tensor's values. Do not write to it."""
         flat = _flat(tensor)
         if flat is None:
             flat = _copy(tensor, filled=True)
@@ -31,7 +31,7 @@ class FlatTensors:
         return flat
 
     def write(self, tensor: torch.Tensor, *, filled: bool = False) -> torch.Tensor:
-        """Return a flat tensor on the host for the tensor's new values; with `filled` it holds the old ones."""
+        """Return a flat CPU tensor for the tensor's new values; with `filled` it holds the old ones."""
         flat = _flat(tensor)
         if flat is None:
             flat = _copy(tensor, filled)
@@ -53,17 +53,17 @@ class FlatTensors:
 
 
 def values(flat: torch.Tensor) -> numpy.ndarray:
-    """Return the array over a flat host tensor, in its own dtype, for arithmetic."""
+    """Return the array over a flat CPU tensor, in its own dtype, for arithmetic."""
     return raw(flat).view(_dtype_of(flat.dtype))
 
 
 def raw(flat: torch.Tensor) -> numpy.ndarray:
-    """Return the array over a flat host tensor as bytes, for any dtype."""
+    """Return the array over a flat CPU tensor as bytes, for any dtype."""
     return numpy.asarray(_Memory(flat))
 
 
 class _Memory:
-    """A flat host tensor in a form that NumPy accepts.
+    """A flat CPU tensor in a form that NumPy accepts.
 
     After `tensor.numpy()`, torch never allows the tensor's storage to be resized again, which FSDP does after each use.
     """
@@ -84,7 +84,7 @@ def _dtype_of(dtype: torch.dtype) -> numpy.dtype:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a contiguous host tensor itself, flattened; None for any other tensor."""
+    """Return a contiguous CPU tensor itself, flattened; None for any other tensor."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     # Do not make a view: a tensor with at most one element may have strides that cannot be viewed as bytes.

@@ -68,10 +68,10 @@ class Gradients:
     """The gradients of one model, on one rank. All ranks make the same backward passes.
 
     Attributes:
-        data: its present batch weights them.
-        kept, instead: what `state` has, and what comes where it cannot be restored, in words.
+        data: its current batch gives their weights.
+        kept, instead: texts: what `state` holds, and what happens if it cannot be restored.
         optimizer: returns the optimizer that prepare() was given, while it exists.
-        rounds: the numbers of the rounds in which the model trains, in words; "" without rounds.
+        rounds: a text with the settings of the rounds in which the model trains; "" without rounds.
     """
 
     kept = "what the codec has not sent of the gradients"
@@ -92,7 +92,7 @@ class Gradients:
         virtual_ranks: int | None = None,
         trained: Trained | None = None,
     ) -> None:
-        """Collective: the ranks compare the parameters that have gradients. Raises the errors of GradientReducer.
+        """Collective: the ranks compare the parameters that have gradients. Raises GradientReducer's errors.
 
         `changes` are exchanged with the gradients, after them in the layout.
         """
@@ -113,7 +113,7 @@ class Gradients:
         self._share = Share(1, 1)
         self._in_pass = False  # an exchange has begun and has not ended
         self._accumulating = False
-        self._holds_own = False  # True: p.grad may hold gradients that this rank alone has accumulated
+        self._holds_own = False  # True: p.grad may hold gradients accumulated on this rank alone
         self._cause: NonFiniteError | None = None
         self._total = 0.0  # the weight of all ranks in the last exchange
         self._steps = StepsMade(world, trained.tensors)
@@ -127,7 +127,7 @@ class Gradients:
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         trained.watch(self._came, gone=_GONE)
         for parameter in self._parameters:
-            # Now, because a parameter that is frozen later accepts no hook.
+            # Registered now, because a parameter that is frozen later accepts no hook.
             parameter.register_hook(partial(call_weakly, WeakMethod(self._scaled), _GONE))
 
     @contextmanager
@@ -151,25 +151,26 @@ class Gradients:
         return {"place": state["place"], "residual": residual, "factors": factors}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state` of this rank in an equal place. Raises CheckpointError if it is of another model."""
+        """Continue from a `state` of this rank in the same position. Raises CheckpointError if it is of another
+        model."""
         self._reducer.restore({"residual": {name: array_of(one) for name, one in state["residual"].items()}})
         self._reducer.restore_factors({name: array_of(one) for name, one in state.get("factors", {}).items()})
 
     def restore_elsewhere(self, of_ranks: Sequence[Mapping[str, Any]]) -> None:
-        """Take of the states of other ranks, in rank order, what does not belong to a rank: nothing here."""
+        """Take from the ranks' states, in rank order, what does not belong to one rank: nothing here."""
 
     def end_round(self) -> None:
-        """Give all ranks the same parameters: they have them, except with local updates. Collective."""
+        """Give all ranks the same parameters. They have them already, except with local updates. Collective."""
 
     def tell_of_round(self) -> None:
-        """Tell once of a state_dict() while the ranks have parameters of their own; see LocalGradients."""
+        """Warn once of a state_dict() while the ranks' parameters differ; see LocalGradients."""
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Check that the optimizer is about to use means, and finite ones. This is the optimizer's pre-hook.
+        """Check that the optimizer is about to use means, and that they are finite. This is the optimizer's pre-hook.
 
-        With a closure, which makes the backward pass, this is checked when it has returned.
+        If there is a closure, which makes the backward pass, the check follows its return.
         """
         named = dict(kwargs or {})
         closure = named.pop("closure", args[1] if len(args) > 1 else None)
@@ -192,11 +193,11 @@ class Gradients:
         return any(id(parameter) in self._known for group in optimizer.param_groups for parameter in group["params"])
 
     def check_step(self, optimizer: torch.optim.Optimizer, *, again: bool = False) -> None:
-        """Check what a step of an optimizer will use, and count it. `again`: it was counted.
+        """Check what a step of an optimizer will use, and count the step. `again`: it was already counted.
 
         Raises:
             GradientError: gradients or parameters are not those of all ranks.
-            MismatchError: no backward pass came since the last step, and the ranks have different gradients.
+            MismatchError: there was no backward pass since the last step, and the ranks have different gradients.
         """
         if self._in_pass:
             raise GradientError(
@@ -216,14 +217,15 @@ class Gradients:
                         "the model did not have at prepare(); its gradient would differ between ranks. Call prepare() "
                         "when the model has all its parameters"
                     )
-        # An optimizer that a GradScaler has given its flag checks this itself.
+        # An optimizer with a GradScaler's flag checks this itself.
         if self._cause is not None and getattr(optimizer, "found_inf", None) is None:
             raise self._cause
         if not again:
             self._count_step(optimizer)
 
     def _count_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step, and note what it uses. Without an exchange since the step before, the ranks compare it now."""
+        """Count a step, and note what it uses. If there was no exchange since the last step, the ranks compare that
+        now."""
         if self._world.size == 1 or not self._steps.add(optimizer, self._views):
             return
         if optimizer in self._has_stepped or not self._has_exchanged:
@@ -232,7 +234,7 @@ class Gradients:
         self._has_stepped.add(optimizer)
 
     def _end_of_data(self) -> None:
-        """Compare the parameters, and make those buffers equal that no backward pass has. Collective."""
+        """Compare the parameters, and make the buffers equal that no backward pass has made equal. Collective."""
         self._steps.compare_parameters()
         count, total = (now - before for now, before in zip(self.data.seen, self._seen, strict=True))
         if total:
@@ -262,7 +264,7 @@ class Gradients:
                 raise
 
     def _begin(self) -> None:
-        """Begin an exchange at the first gradient of a backward pass, and let the end of the pass wait for it."""
+        """Begin an exchange at the first gradient of a backward pass, and make the end of the pass wait for it."""
         self._share = self._share_now()
         self.data.weight.check_not_said_elsewhere()
         weight = self._weight()
@@ -274,7 +276,7 @@ class Gradients:
 
     def _weight(self) -> float:
         """The weight of this rank in the exchange that begins."""
-        # Accumulated gradients have been multiplied by the shares.
+        # Accumulated gradients have already been multiplied by the shares.
         return 1 if self._holds_own else self.data.weight.now()
 
     def _finish(self) -> None:
@@ -294,9 +296,9 @@ class Gradients:
         self._take(means)
 
     def _drop_refused(self) -> None:
-        """Forget an exchange that all ranks have refused before it began, so that all can continue with another batch.
+        """Discard an exchange that all ranks refused before it began, so that all can continue with another batch.
 
-        In the middle of an exchange that is impossible, so this leaves it open.
+        In the middle of an exchange that is impossible, so the exchange stays open.
         """
         if not self._reducer.is_begun:
             self._in_pass = self._holds_own = False
@@ -305,12 +307,13 @@ class Gradients:
             self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        """Remove the gradients, as all ranks do after an error that all have, so that no step uses this rank's own."""
+        """Remove the gradients, as all ranks do after a common error, so that no step uses this rank's own
+        gradients."""
         for parameter in self._trained.named.values():
             parameter.grad = None
 
     def _note(self) -> PassNote | None:
-        """This rank's remarks about the backward pass that ends."""
+        """This rank's remarks about the backward pass that is ending."""
         changed = [
             name
             for name, parameter in self._trained.named.items()
@@ -322,7 +325,7 @@ class Gradients:
         return note if any(note) else None
 
     def _take(self, means: Means) -> None:
-        """Take what an exchange has told. The gradients lie in their views."""
+        """Take the results of an exchange. The gradients are in their views."""
         self._cause, self._total = means.cause, means.weight
         self._has_exchanged, self._seen = True, self.data.seen
         self._has_stepped.clear()
@@ -352,8 +355,9 @@ class Gradients:
         if partly:
             raise everywhere(
                 GradientError(
-                    f"{', '.join(sorted(partly))} has requires_grad=False on some ranks and not on others, so the mean "
-                    "of its gradient has not all samples. Freeze a parameter on all ranks, before the same batch"
+                    f"{', '.join(sorted(partly))} has requires_grad=False on some ranks and not on others, so "
+                    "the mean of its gradient is not over all samples. Freeze a parameter on all ranks, "
+                    "before the same batch"
                 )
             )
         for index in remarks.unused:  # an unused parameter has no gradient, as in one process
@@ -362,7 +366,8 @@ class Gradients:
             self._world.print(f"mpitrain: {text}")
 
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Scale a gradient on its way into p.grad, if p.grad adds up several batches. This is the tensor's hook."""
+        """Scale a gradient before it is added to p.grad, if p.grad accumulates several batches. This is the tensor's
+        hook."""
         if not (self._accumulating or self._holds_own):
             return None
         self._share_now()

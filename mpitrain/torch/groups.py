@@ -1,4 +1,4 @@
-"""The making of process groups: torch asks for one; this module finds its ranks and makes its World."""
+"""Creates process groups: torch asks for one; this module finds its ranks and makes its World."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mpitrain.watching.activity import waiting
 from mpitrain.world.world import World
 
 _MEET_TAG = 900
-_TAGS = 2**15  # the number that MPI guarantees
+_TAGS = 2**15  # as many as MPI guarantees
 
 
 def register() -> None:
@@ -55,7 +55,7 @@ def _create(options: Any, _: Any) -> MpiProcessGroup:
 
 
 def _make(members: Sequence[int], name: str, timeout: timedelta, store: Any) -> MpiProcessGroup:
-    """Make a group of these global ranks, which all call this."""
+    """Make a group of these global ranks, all of which call this."""
     seconds = timeout.total_seconds()
     engine, world = world_of(members, f"process group {name}", seconds)
     channel = Channel(engine, world, name, seconds)
@@ -71,7 +71,7 @@ def _make(members: Sequence[int], name: str, timeout: timedelta, store: Any) -> 
 
 
 def world_of(members: Sequence[int], name: str, seconds: float) -> tuple[Engine, World]:
-    """Make a World of these global ranks, which all call this; also return the engine that drives its calls.
+    """Make a World of these global ranks, all of which call this; also return the engine that drives its calls.
 
     Args:
         members: the ranks, in the order that they get in the World.

@@ -1,4 +1,4 @@
-"""keep() for loops in PyTorch: model, optimizer and data, and what each rank keeps for itself."""
+"""keep() for PyTorch loops: model, optimizer and data, and the state that belongs to each rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mpitrain.torch.uncompiled import uncompiled
 
 @uncompiled
 def keep(*parts: KeptPart, **values: Any) -> KeptState:
-    """Keep the state of a loop in memory that outlives the ranks. This is mpitrain.keep for PyTorch. Collective.
+    """Keep a training loop's state in memory that outlives the ranks. This is mpitrain.keep for PyTorch. Collective.
 
         model, optimizer, data = mpitrain.torch.prepare(model, optimizer, data)
         kept = mpitrain.torch.keep(model, optimizer, data, scheduler)
@@ -35,22 +35,22 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
                 kept.update()
 
     Loop over `data` only to train, and always to the end: `data.epoch` counts these loops. After the inner loop, use
-    only what is kept, because the next attempt may have no batch left there.
+    only what is kept, because after a restart the loop may have no batch left.
 
-    Under `mpitrain run`, the next attempt continues after the newest copied `update`, also within an epoch.
-    If the number of ranks and their nodes are the same, it has the same random numbers (of PyTorch, NumPy and Python,
-    on the host), and the error-feedback residual.
+    Under `mpitrain run`, a restart resumes after the newest `update` with a checkpoint, also within an epoch. If the
+    number of ranks and their nodes are unchanged, it has the same random numbers (of PyTorch, NumPy and Python, on the
+    CPU), and the error-feedback residual.
 
     Call it after `prepare`, or after DistributedDataParallel and its `register_comm_hook`.
 
     Args:
-        parts: all that changes in the loop: model, optimizers, schedulers, GradScaler, the data of `prepare` or
+        parts: everything that changes in the loop: model, optimizers, schedulers, GradScaler, the data of `prepare` or
             `shard`. Each has state_dict() and load_state_dict(), and the same state on every rank.
         values: see mpitrain.keep.
 
     Raises:
         ConfigError: a part has no state_dict, or has another state on every rank (FSDP, ZeroRedundancyOptimizer, a
-            model with local updates). Or a value has a state of its own, and belongs to the parts.
+            model with local updates). Or a value has a state_dict, and belongs to the parts.
         CheckpointError: see mpitrain.keep.
     """
     with init().together("keep the state of a loop"):
@@ -73,6 +73,11 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
                 "mpitrain: keep() was not given the data of prepare(), so a restart begins with the first batch; give "
                 "it with the model: keep(model, optimizer, data)"
             )
+    if _lacks_scheduler(parts):
+        init().print(
+            "mpitrain: keep() was not given the scheduler of the optimizer, so a restart begins its schedule again; "
+            "give it with the optimizer: keep(model, optimizer, data, scheduler)"
+        )
     return KeptState(values, named, TorchRankState(parts))
 
 
@@ -85,8 +90,8 @@ class TorchRankState(RankState):
     def state(self) -> dict[str, Any]:
         if len(_residuals_in(self._parts)) > len(self._residuals):
             raise ConfigError(
-                f"{init().name()}: keep() came before prepare() or before register_comm_hook() of a codec, so a "
-                "restart could not continue with what the codec leaves out; call keep() after them"
+                f"{init().name()}: keep() came before prepare() or before register_comm_hook() of a codec, so "
+                "a restart could not restore the codec's residual; call keep() after them"
             )
         residuals = [one.state() for one in self._residuals]
         place = str([init().node_ranks, *(one.get("place") for one in residuals)])
@@ -96,8 +101,8 @@ class TorchRankState(RankState):
         if state is None:
             if any(one.state() for one in self._residuals):
                 init().print(
-                    "mpitrain: what the codec has not sent of the gradients is not restored, because the ranks are "
-                    "placed otherwise. The next step continues without it"
+                    "mpitrain: what the codec has not sent of the gradients is not restored, because the "
+                    "ranks are placed differently. The next step continues without it"
                 )
             for data in self._data():
                 data.go_on_as_drawn()
@@ -115,13 +120,24 @@ class TorchRankState(RankState):
 
 
 def _residuals_in(parts: Sequence[Any]) -> list[OfHook | Gradients]:
-    """What keeps the residuals of those models among `parts` that have any, or may have some."""
+    """Return the objects that keep the residuals of the models in `parts` that have any, or may have some."""
     kept: list[OfHook | Gradients] = []
     for part in parts:
         if isinstance(part, torch.nn.Module):
-            with suppress(ConfigError):  # neither prepared nor with a codec
+            with suppress(ConfigError):  # neither prepared nor with a codec's hook
                 kept.append(residuals_of(part))
     return kept
+
+
+def _lacks_scheduler(parts: Sequence[Any]) -> bool:
+    """Whether an optimizer among `parts` has a scheduler, and no part can be that scheduler or hold it."""
+    others = (torch.nn.Module, torch.optim.Optimizer, ShardedData, torch.amp.GradScaler)
+    return all(isinstance(part, others) for part in parts) and any(
+        "initial_lr" in group  # which every scheduler but ReduceLROnPlateau writes there
+        for part in parts
+        if isinstance(part, torch.optim.Optimizer)
+        for group in part.param_groups
+    )
 
 
 def _check(part: Any) -> None:
@@ -145,7 +161,7 @@ def _check(part: Any) -> None:
 
 
 def _is_divided(part: Any) -> bool:
-    """Whether FSDP or ZeRO has divided a part among the ranks. It can only be so where their modules are loaded."""
+    """Whether FSDP or ZeRO has divided a part among the ranks. This is only possible if their modules are loaded."""
     fsdp, optim = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "optim"))
     tensors: list[Any] = []
     if isinstance(part, torch.nn.Module):

@@ -1,8 +1,8 @@
-"""The last small calls of a process group, kept for PyTorch's C++.
+"""The last small calls of a process group, kept alive for PyTorch's C++ code.
 
-PyTorch's C++ may keep a work that Python has begun, and use it when nothing in Python refers to it any more: in the
+PyTorch's C++ code may keep a work that Python began, and use it when nothing in Python refers to it any more: in the
 backward pass, DistributedDataParallel waits for the one-element sums of its `join`. A work without its Python half
-waits for ever. So a number of the last small works is kept.
+waits for ever. So the last small works are kept.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class LastSmallCalls:
 
     def keep(self, call: Call) -> None:
         """Keep a call, if its tensors are small."""
-        # Tensors that are read count too; a part of a tensor counts with the whole tensor's memory.
+        # Input tensors count too; a part of a tensor counts as the whole tensor's memory.
         tensors = (*call.results, *call.buffers.kept)
         if sum(_size(tensor) for tensor in tensors) <= _MOST_BYTES:
             self._calls.append(call)
 
 
 def _size(tensor: torch.Tensor) -> float:
-    """Return the bytes of the tensor's memory; infinity for a sparse tensor, which may become of any size."""
+    """Return the size of the tensor's memory in bytes; infinity for a sparse tensor, which may grow to any size."""
     return math.inf if tensor.is_sparse else tensor.untyped_storage().nbytes()

@@ -1,10 +1,10 @@
-"""Gradients of a prepared model with local updates: each rank uses its own; an outer step follows optimizer.step().
+"""Gradients of a prepared model with local updates: each rank uses its own, and an outer step follows optimizer.step().
 
     backward()         p.grad holds this rank's gradients; the ranks tell each other only whether they can be used
     optimizer.step()   this rank's step; after the last one of a round, the outer step
 
-See mpitrain/strategies/outer_steps.py. The samples of a step are those of the batches with backward passes since the
-step before.
+See mpitrain/strategies/outer_steps.py. The samples of a step are those of all batches with backward passes since the
+previous step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mpitrain.world.world import World
 
 
 class LoopModel(ModuleTensors):
-    """See LocalModel. The loop makes the steps of the optimizer. This object does not keep the module alive."""
+    """See LocalModel. The training loop steps the optimizer. This object does not keep the module alive."""
 
     def __init__(self, trained: Trained, buffers: ModuleBuffers, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(trained, buffers)
@@ -72,7 +72,7 @@ class LoopModel(ModuleTensors):
 class LocalGradients(Gradients):
     """See Gradients. All ranks also make the same steps of the optimizer."""
 
-    kept = "what each rank has kept for itself with local updates"
+    kept = "each rank's own state with local updates"
     instead = (
         "All ranks begin with the parameters of the last outer step and the state of its outer optimizer. What was "
         "learned since then goes into the next outer step"
@@ -93,7 +93,7 @@ class LocalGradients(Gradients):
         buffers, trained = ModuleBuffers(model), trained_of(world, model)
         self._own_buffers = OwnBuffers(buffers)
         self.rounds = str(strategy.schedule)
-        # First, since it may raise: the hooks that follow cannot be taken back.
+        # First, because it may raise: the hooks that follow cannot be removed.
         self._outer_steps = strategy.outer_steps(world, LoopModel(trained, buffers, optimizer))
         super().__init__(
             world,
@@ -105,14 +105,14 @@ class LocalGradients(Gradients):
             buffers=self._own_buffers,
             trained=trained,
         )
-        self._samples = 0.0  # or what else weights this rank's batches, since its last step
+        self._samples = 0.0  # or another weight of this rank's batches, since its last step
         self._counted = 0  # the newest batch among them; 0: none
         self._is_open = False  # a step has begun
         self._update: AbstractContextManager[None] | None = None  # around a step of the optimizer that is being made
         self._has_told = False
 
     def trains(self, optimizer: torch.optim.Optimizer) -> bool:
-        """See Gradients: only the optimizer of prepare() makes steps of a round."""
+        """See Gradients: only the optimizer of prepare() makes the steps of a round."""
         return optimizer is self.optimizer()
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -123,12 +123,12 @@ class LocalGradients(Gradients):
         """See Gradients. The step of the optimizer begins."""
         super().check_step(optimizer, again=again)
         self._check_closed()
-        if self._cause is not None:  # the optimizer has the flag of a GradScaler, and leaves the step out
+        if self._cause is not None:  # the optimizer has a GradScaler's flag, and skips the step
             return
         if not self._counted:
             raise GradientError(
-                f"{self._world.name()}: optimizer.step() came without a backward() since the last step; with local "
-                "updates, each step has gradients of its own"
+                f"{self._world.name()}: optimizer.step() came without a backward() since the last step; with "
+                "local updates, each step needs new gradients"
             )
         samples = self._samples
         self._forget_batches()
@@ -160,13 +160,13 @@ class LocalGradients(Gradients):
         if not self._has_told and not self._outer_steps.replicas_are_equal:
             self._has_told = True
             self._world.print(
-                "mpitrain: state_dict() in the middle of a round: each rank has parameters of its own, and gets those. "
-                "Call mpitrain.torch.end_round(model) first, on every rank, and all get the common ones"
+                "mpitrain: state_dict() in the middle of a round: each rank has its own parameters, and "
+                "state_dict() returns those. For the common ones, call mpitrain.torch.end_round(model) first, "
+                "on every rank"
             )
 
     def state(self) -> dict[str, Any]:
-        """All that this rank needs to continue: `own`; and on rank 0 what is the same on all ranks: `common`.
-        Collective.
+        """Return all that this rank needs to continue: `own`, and on rank 0 the shared state: `common`. Collective.
 
         Raises:
             NonFiniteError: see Fragment.finish. Raised on every rank.
@@ -184,7 +184,7 @@ class LocalGradients(Gradients):
     def restore_elsewhere(self, of_ranks: Sequence[Mapping[str, Any]]) -> None:
         """See Gradients. All ranks begin with the parameters of the last outer step, and its outer optimizer.
 
-        What the ranks would have added to the next one is divided among these ranks.
+        What the saved ranks would have added to the next outer step is divided among the present ranks.
         """
         total: dict[str, Any] = {"carried": {}}
         for of_rank in of_ranks[self._world.rank :: self._world.size]:
@@ -207,7 +207,7 @@ class LocalGradients(Gradients):
 
     def _finish(self) -> None:
         super()._finish()
-        if self._cause is not None:  # this step will not be made
+        if self._cause is not None:  # this step will be skipped
             self._forget_batches()
 
     def _drop_refused(self) -> None:
@@ -221,13 +221,13 @@ class LocalGradients(Gradients):
         return torch.zeros_like(gradient) if self.data.weight.is_nothing else None
 
     def _forget_batches(self) -> None:
-        """Let no batch count for the next step. The present one counts again with its next backward pass."""
+        """Make no batch count for the next step. The current one counts again with its next backward pass."""
         self._samples = self._counted = 0
 
     def _count_batch(self) -> None:
         """Begin a step, if none has begun. Count the samples of a batch once, however many backward passes it has."""
         if not self._is_open:
-            # What the ranks have in common is from before the forward pass, which has changed running means.
+            # The common state is from before the forward pass, which has changed running means.
             with self._own_buffers.as_before():
                 self._outer_steps.begin_step()
             self._is_open = True
@@ -238,10 +238,10 @@ class LocalGradients(Gradients):
             self._own_buffers.passed(share)
 
     def _count_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave out what the step uses: it is this rank's own."""
+        """Do not note what the step uses: it belongs to this rank alone."""
 
     def _end_of_data(self) -> None:
-        """Leave parameters and buffers as they are: they are this rank's own until an outer step."""
+        """Leave parameters and buffers unchanged: they belong to this rank alone until an outer step."""
 
     def _check_closed(self) -> None:
         if self._update is not None:
@@ -253,7 +253,7 @@ class LocalGradients(Gradients):
 
 
 def to_tensors(state: Any) -> Any:
-    """Return a copy of dicts, lists and tuples of arrays and numbers, with tensors in place of arrays.
+    """Return a copy of nested dicts, lists and tuples of arrays and numbers, with tensors in place of arrays.
 
     torch.save and torch.load(weights_only=True) need that.
     """

@@ -32,11 +32,11 @@ class LoopBuffers:
         self._share = Share(1, 1)
 
     def begin(self, share: Share) -> None:
-        """Note the share of the batch. Nothing is sent: the ranks may refuse the step."""
+        """Note the share of the batch. Nothing is sent yet, because the ranks may refuse the step."""
         self._share = share
 
     def send(self) -> None:
-        """Begin to exchange what does not go with the gradients. Do not wait."""
+        """Begin to exchange the buffers that do not go with the gradients. Do not wait."""
 
     def changed(self) -> tuple[tuple[str, ...], Values]:
         """Return floating buffers that are to be exchanged from now on, and this rank's values of the others.
@@ -50,19 +50,19 @@ class LoopBuffers:
 
         Args:
             changed: names of floating buffers that some rank's `changed` has returned.
-            others: the ranks' values of buffers that are not floating, in rank order.
+            others: the ranks' values of the buffers that are not floating-point, in rank order.
         """
         self._buffers.settle_others(others)
 
     def settle(self, share: Share) -> None:
-        """Take in what forward passes without a backward pass have changed. Collective.
+        """Exchange changes from forward passes that no backward pass followed. Collective.
 
         `share` is that of the samples since the last exchange.
         """
 
 
 class BufferMeans(LoopBuffers):
-    """Floating buffers become means over the samples in every step. All buffers are equal on all ranks then.
+    """In every step, floating buffers become means over the samples. Afterwards all buffers are equal on all ranks.
 
     The means are summed in float64 and rounded once, so a buffer of 32 bits or fewer that is equal on all ranks stays
     as it is. The buffers of norm layers are known to change, because their kernels leave no trace. They are exchanged
@@ -79,7 +79,7 @@ class BufferMeans(LoopBuffers):
             say_buffers_at_end(world, WeakMethod(self._at_end))
 
     def _at_end(self) -> tuple[float, float]:
-        """What this rank says of the buffers when all have finished; see reducer/unexchanged.py."""
+        """This rank's description of the buffers when all have finished; see reducer/unexchanged.py."""
         floats, others = self._buffers.moved(self._buffers.floats), self._buffers.changed_others()
         return float(bool(others)), float(zlib.crc32(repr(others).encode(), self._checksum(floats)))
 
@@ -94,7 +94,7 @@ class BufferMeans(LoopBuffers):
         self._begun = self._exchange(self._moving)
 
     def changed(self) -> tuple[tuple[str, ...], Values]:
-        """See LoopBuffers: those that are newly changed."""
+        """See LoopBuffers: the buffers that changed for the first time."""
         still = [name for name in self._buffers.floats if name not in self._moving]
         return tuple(self._buffers.moved(still)), self._buffers.changed_others()
 
@@ -104,7 +104,7 @@ class BufferMeans(LoopBuffers):
         self._begun = None
         self._take(changed, self._exchange(changed))
         self._moving = [*self._moving, *changed]
-        # A rank without samples does not count. What only it has changed must not stay and count in a later step.
+        # A rank without samples does not count. A change that only it made must not remain and count in a later step.
         own = self._buffers.moved(name for name in self._buffers.floats if name not in self._moving)
         self._buffers.put_back(own)
         self._buffers.keep(own)
@@ -145,7 +145,7 @@ class OwnBuffers(LoopBuffers):
     another dtype is the same on all ranks after every backward pass, as without rounds."""
 
     def changed(self) -> tuple[tuple[str, ...], Values]:
-        """See LoopBuffers. What has no samples does not count."""
+        """See LoopBuffers. Changes without samples do not count."""
         if not self._share.count:
             self._buffers.put_back()
         return super().changed()

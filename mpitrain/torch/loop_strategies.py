@@ -1,4 +1,4 @@
-"""Which strategies can train a loop of one's own, where the loop makes the steps of the optimizer."""
+"""Which strategies can train in a loop of the user's own, which steps the optimizer itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpitrain.world.world import World
 
 
 def check_strategy(world: World, strategy: object, options: Sequence[str], *, has_weight: bool) -> None:
-    """Check the argument `strategy` of prepare(). `options` are the names of those for Sync that were given.
+    """Check the argument `strategy` of prepare(). `options` are the names of the given options that are for Sync only.
 
     Collective.
 

@@ -1,4 +1,4 @@
-"""A barrier that names missing ranks. PyTorch's own function refuses every backend but gloo."""
+"""A barrier that names missing ranks. PyTorch's own function supports gloo only."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ _original = distributed_c10d.monitored_barrier
 
 
 def mend_monitored_barrier() -> None:
-    """Let PyTorch's own function accept groups of this backend, for programs that were written for gloo."""
+    """Make PyTorch's own function accept groups of this backend, for programs that were written for gloo."""
     for module in (distributed_c10d, dist):
         module.monitored_barrier = monitored_barrier  # type: ignore[attr-defined]

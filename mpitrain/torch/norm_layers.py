@@ -1,4 +1,4 @@
-"""Norm layers that do not compute as in one process, because a rank has only a part of each batch.
+"""Norm layers whose results differ from one process, because a rank has only a part of each batch.
 
 - Those in training mode outside of the prepared model, such as those of a teacher or of an average, get running
   statistics of each rank's own. mpitrain cannot know which modules belong together on the ranks, so it warns.
@@ -44,7 +44,7 @@ def watch_norm_layers() -> None:
 
 
 def are_prepared(model: torch.nn.Module) -> None:
-    """Tell nothing about the layers of this model: its buffers are exchanged."""
+    """Do not warn about the layers of this model: its buffers are exchanged."""
     _prepared.update(module for module in model.modules() if isinstance(module, _NormBase))
 
 
@@ -55,11 +55,11 @@ def counts_of_others() -> dict[_NormBase, int]:
 
 
 def tell_of_statistics(world: World, before: dict[_NormBase, int]) -> None:
-    """Tell of layers that have seen more batches than `before`."""
+    """Warn about layers that have seen more batches than `before`."""
     changed = {layer for layer, count in counts_of_others().items() if count != before.get(layer, count)}
     _told.update(changed)
     if changed:  # DDP sends its buffers itself
-        # By its type: isinstance would ask any object for its __class__, which other libraries' proxies compute.
+        # By type: isinstance would read the object's __class__, which other libraries' proxies compute.
         wrapped = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
         changed -= {module for one in wrapped for module in one.modules() if isinstance(module, _NormBase)}
     if not changed:
@@ -73,14 +73,15 @@ def tell_of_statistics(world: World, before: dict[_NormBase, int]) -> None:
 
 
 class SingleSamples:
-    """Watches the norm layers while a batch is in use of which some rank has one sample, and others are of it."""
+    """Watches the norm layers while a batch is in use of which some rank has a single sample and other ranks have
+    more."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._end: Callable[[], None] | None = None
 
     def take(self, number: int, share: Share) -> None:
-        """Begin with the batch of this number."""
+        """Start watching the batch with this number."""
         if 1 < share.total < 2 * self._num_ranks and not share.virtual:
             at = f"batch {number - 1} has {share.total} samples for {self._num_ranks} ranks"
             handle = register_module_forward_pre_hook(_Look(at, max(share.count, 1)))

@@ -2,7 +2,7 @@
 
 When `optimizer.step()` returns, p.grad holds the means that it used: those of `prepare`, of DistributedDataParallel,
 FSDP and other wrappers, and of a loop that averages by itself. The parameters then hold the result of the step, and of
-whatever else has changed them since the step before.
+anything else that has changed them since the previous step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _TorchWatch:
             self._waiting.append(([array[:count] for array in arrays_of(batch)], count))
 
     def _forget_evaluated(self) -> None:
-        """Forget a batch with which a model has computed only without gradients: the loop takes the next batch."""
+        """Forget a batch that a model has used only without gradients, once the loop takes the next batch."""
         if self._is_evaluated:
             self._waiting.clear()
         self._is_evaluated = False
@@ -113,7 +113,7 @@ class _TorchWatch:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 self._precisions.add(str(torch.get_autocast_dtype(device)).removeprefix("torch."))
-        if module not in self._modules:  # of nested modules, the outermost comes first
+        if module not in self._modules:  # with nested modules, the outermost comes first
             self._modules.update(module.modules())
             for name, parameter in module.named_parameters():
                 self._names.setdefault(id(parameter), name)
@@ -142,7 +142,7 @@ class _TorchWatch:
     def _named(
         self, optimizer: torch.optim.Optimizer, choose: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> Iterator[tuple[str, numpy.ndarray]]:
-        """Yield what `choose` returns for each parameter, unless it is None, in full. Collective with FSDP."""
+        """Yield in full what `choose` returns for each parameter, unless it is None. Collective with FSDP."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         names = [self._names.get(id(parameter), "parameter") for parameter in parameters]
         for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
@@ -161,7 +161,7 @@ _watches: list[_TorchWatch] = []
 
 
 def watch() -> None:
-    """Watch this process if `mpitrain verify` has started it. Only the first call does something."""
+    """Watch this process if `mpitrain verify` has started it. Only the first call has an effect."""
     if JobContext.read(os.environ).verify.record and not _watches:
         _watches.append(_TorchWatch())
 

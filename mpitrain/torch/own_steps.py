@@ -1,13 +1,13 @@
-"""Optimizers of a program with a process group that nobody exchanges gradients for: what their steps have used.
+"""Optimizers whose gradients are not exchanged, in a program with a process group: what their steps have used.
 
-Some libraries wrap a model in DistributedDataParallel for the backends alone whose names they know, and a program may
-forget to. Then each rank trains a model of its own in silence. mpitrain/reducer/unexchanged.py compares what is noted
-here when all ranks have finished. Nothing is sent before.
+Some libraries wrap a model in DistributedDataParallel only for backends that they know by name, and a program may
+forget to wrap it. Then each rank silently trains a model of its own. mpitrain/reducer/unexchanged.py compares what is
+noted here when all ranks have finished. Nothing is sent before that.
 
-Nothing is told where a program may mean it: the ranks begin with other values or settings; something beside the
-optimizer changes parameters, as in averages by hand; or arrays go between the ranks about as often as the optimizer
-steps, as in a pipeline. Optimizers with hooks of their own, which may exchange anything, and those of parameters on
-GPUs or of subclasses of Tensor, such as DTensor, are left out.
+There is no warning where a program may intend this: the ranks begin with different values or settings; something
+besides the optimizer changes parameters, as in averaging by hand; or arrays travel between the ranks about as often as
+the optimizer steps, as in a pipeline. Optimizers with hooks of their own, which may exchange anything, and those of
+parameters on GPUs or of subclasses of Tensor, such as DTensor, are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mpitrain.torch.bare_group import BareGroup
 from mpitrain.torch.channel import Channel
 from mpitrain.torch.uncompiled import uncompiled
 
-# Of so many tensors of an optimizer, so many numbers are looked at.
+# How many tensors of an optimizer are examined, and how many numbers of each.
 _TENSORS, _NUMBERS = 64, 16
 _KEPT_BYTES = 1 << 16
 _MOST_OPTIMIZERS = 16  # their order is the same on all ranks; a program may make a new one for every task
@@ -72,7 +72,7 @@ def _after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _tell() -> None:
-    """Let the note with which this rank ends have what is known."""
+    """Put what is known into the note with which this rank ends."""
     final = init().control.notes.final
     final[NUMBER_IN_FINAL] = tuple(itertools.chain.from_iterable(one.noted().numbers() for one in _in_order))
 
@@ -91,8 +91,9 @@ class _OwnSteps:
         self._after: bytes | None = b""  # what `_now` returned after the last step
         self._kind = self._trained = self._steps = self._begin = self._end = 0
         self._used: list[tuple[float, float]] = []
-        # Parameters, where their memory is, and a part of it, which is read only while it is there: memory that was
-        # given back may have left this process. An array of NumPy would keep other libraries from resizing the memory.
+        # Parameters, the address of their memory, and a part of it. It is read only while the address is unchanged:
+        # freed memory may no longer belong to this process. A NumPy array would keep other libraries from resizing the
+        # memory.
         self._ends: list[tuple[Any, tuple[int, int], Array[c_char]]] = []
         self._calls = _num_calls()
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -108,7 +109,7 @@ class _OwnSteps:
         self._kind = zlib.crc32(repr((type(optimizer).__name__, settings, shapes)).encode())
         self._trained = sum(one.numel() for one in trained)
         self._begin = zlib.crc32(_sample(trained).numpy().tobytes())
-        # The last layer has gradients in every step. An embedding, which may be the first, has not.
+        # The last layer has gradients in every step. An embedding, which may be the first layer, may have none.
         for parameter in dict.fromkeys((trained[0], trained[-1])):
             count = min(_NUMBERS, parameter.numel()) if parameter.is_contiguous() else 1
             begin = (parameter.numel() - count) // 2 if count > 1 else 0
@@ -125,13 +126,13 @@ class _OwnSteps:
         return gone
 
     def _let_go(self) -> None:
-        """Keep only what is small until the end of the program: a model may be averaged when its optimizer is gone."""
+        """Keep only small values until the end of the program: a model may be averaged when its optimizer is gone."""
         self._look_at_end()
         small = [end for end in self._ends if end[0].untyped_storage().nbytes() <= _KEPT_BYTES]
         self._ends = [(parameter.detach(), memory, numbers) for parameter, memory, numbers in small]
 
     def _now(self) -> bytes | None:
-        """A part of the parameters; None: they have other memory now."""
+        """A part of the parameters; None: their memory has changed."""
         content = b""
         for parameter, memory, numbers in self._ends:
             if _memory_of(parameter) != memory:
@@ -147,12 +148,12 @@ class _OwnSteps:
             self._end = zlib.crc32(now)
 
     def is_changed(self) -> bool:
-        """Whether something has changed the parameters since the last step, or they have other memory now."""
+        """Whether the parameters, or their memory, have changed since the last step."""
         now = self._now()
         return now is None or (self._steps > 0 and now != self._after)
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note a step that was made."""
+        """Note a completed step."""
         self._steps += 1
         self._after = self._now()
         if self._after is None:  # an optimizer that gives parameters new memory
@@ -163,7 +164,7 @@ class _OwnSteps:
                 self.leave_out(EXCHANGED)
 
     def leave_out(self, known: int) -> None:
-        """Look at the optimizer no more."""
+        """Stop watching the optimizer."""
         self.known = known
         self._ends.clear()
 
@@ -176,7 +177,7 @@ class _OwnSteps:
         self._used.append((float(numbers.norm()), float(numbers.sum())))
 
     def noted(self) -> UnexchangedSteps:
-        """Return what all ranks are to know at the end of the program."""
+        """Return what the ranks compare at the end of the program."""
         self._look_at_end()
         self._ends.clear()
         return UnexchangedSteps(
@@ -185,7 +186,7 @@ class _OwnSteps:
 
 
 def _memory_of(parameter: torch.Tensor) -> tuple[int, int]:
-    """Where it begins and its bytes: a smaller tensor may begin where another one was."""
+    """The address and size of a tensor's memory: a smaller tensor may begin where another one was."""
     return parameter.data_ptr(), parameter.nbytes
 
 
@@ -203,7 +204,8 @@ def _sample(tensors: list[Any]) -> torch.Tensor:
 
 
 def _num_calls() -> int:
-    """How often this rank has sent or received more than a few numbers; of other backends, how often anything."""
+    """How often this rank has sent or received more than a few numbers; with other backends, how often it has sent
+    anything."""
     number = Channel.num_large_calls
     for group in _world.pg_map:
         if not isinstance(group, BareGroup):

@@ -1,4 +1,4 @@
-"""A DataLoader of which each rank gets its part of the batches of all ranks."""
+"""A DataLoader that yields this rank's part of every batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from mpitrain.world.world import World
 
 
 class Delivery(NamedTuple):
-    """What is known of a part of a batch: its share, and the checksum of all samples drawn, or the text of this one."""
+    """What is known about a part of a batch: its share, and the checksum of all samples drawn, or a text about this
+    batch."""
 
     share: Share
     checked: int
@@ -31,18 +32,18 @@ class Delivery(NamedTuple):
 class PartLoader:
     """A copy of a loader that yields this rank's part of each batch.
 
-    The samples are divided before they are collated. Of numbered samples, each rank reads only its own. A stream is
-    read whole by every rank.
+    The samples are divided before they are collated. If samples are numbered, each rank reads only its own. Every rank
+    reads the whole of a stream.
 
     Attributes:
         loader: the copy. Its workers and its pinned memory are those of the given loader.
-        parts: draws the numbers of samples; None: it is a stream.
-        has_own_iter: the loader's class has an `__iter__` of its own, which may do anything with what DataLoader's
-            yields.
+        parts: draws the numbers of samples; None: the data is a stream.
+        has_own_iter: the loader's class has an `__iter__` of its own, which may do anything with the batches of
+            DataLoader's.
     """
 
     def __init__(self, world: World, loader: DataLoader[Any], virtual: VirtualRanks | None) -> None:
-        """`loader` is not changed. It makes batches of samples; of a stream, there are no virtual ranks."""
+        """`loader` is not changed. It makes batches of samples. A stream has no virtual ranks."""
         self.loader: Any = copy.copy(loader)
         own = vars(self.loader)
         own.update(in_order=True, _iterator=None)
@@ -50,7 +51,7 @@ class PartLoader:
         self.has_own_iter = (
             kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator
         )
-        # Iterators that the class has made for all epochs. They take their batches from the loader's own sampler.
+        # Iterators that the class made once for all epochs. They take their batches from the loader's own sampler.
         self._kept = [name for name, value in own.items() if isinstance(value, _BaseDataLoaderIter)]
         if self._kept and loader.num_workers:
             own.update(persistent_workers=True)
@@ -67,7 +68,7 @@ class PartLoader:
             self.parts = PartSampler(world, loader.batch_sampler, virtual, most)
             own.update(batch_sampler=self.parts)
             if self.has_own_iter and has_length(loader.dataset):
-                # All of an epoch: an __iter__ may read in another thread, where nothing can be drawn.
+                # A whole epoch at once: an __iter__ may read in another thread, where nothing can be drawn.
                 self.parts.room = max(self.parts.room, len(loader.dataset) + 1)  # type: ignore[arg-type]
         self._saw: Callable[[Any, Delivery], None] = lambda batch, delivery: None
         if virtual:
@@ -86,7 +87,8 @@ class PartLoader:
             yield self._delivered(batches, batch)
 
     def watched(self, saw: Callable[[Any, Delivery], None]) -> Iterator[Any]:
-        """Return what the loader's own `__iter__` does. `saw` is told of each part that DataLoader's yields to it."""
+        """Return the iterator of the loader's own `__iter__`. `saw` is called for each part that DataLoader's yields to
+        it."""
         self._saw = saw  # an iterator of an earlier epoch may continue
         vars(self.loader)["_get_iterator"] = partial(_watched_iterator, ref(self))
         for name in self._kept:
@@ -94,7 +96,7 @@ class PartLoader:
         return iter(self.loader)
 
     def watched_iterator(self) -> Any:
-        """Return one of DataLoader's own iterators, of which `saw` is told."""
+        """Return one of DataLoader's own iterators, which reports to `saw`."""
         iterator = type(self.loader)._get_iterator(self.loader)
         iterator._next_data = partial(self._next_data, ref(iterator))  # a cycle would keep its workers alive
         if self.parts is not None:
@@ -154,8 +156,8 @@ def refuse_distributed(loader: DataLoader[Any]) -> None:
 class SeededSamples:
     """A data set with numbered samples, for a loader whose sampler yields pairs of a key and a number.
 
-    PyTorch's, NumPy's and Python's own generators begin anew from the key before each sample, also in the workers of a
-    loader. So `__getitem__` may draw from them, as transforms do, whatever was read before on this rank.
+    PyTorch's, NumPy's and Python's own generators are seeded from the key before each sample, also in the workers of a
+    loader. So `__getitem__` may draw from them, as transforms do, whatever this rank has read before.
     """
 
     def __init__(self, samples: Any) -> None:
@@ -174,7 +176,7 @@ class SeededSamples:
 
 
 def _begin_worker(samples: Any, own: Callable[[int], None] | None, number: int) -> None:
-    """Begin a loader's worker of this number: a worker_init_fn that calls the loader's own one, if it has one.
+    """Start a loader's worker with this number: a worker_init_fn that calls the loader's own, if it has one.
 
     `get_worker_info().dataset` is then the data set itself, as it is without virtual ranks.
     """

@@ -1,7 +1,7 @@
 """Tensors from one rank to another: send and recv with tags, and recv from any rank.
 
 A receive is matched when a message has arrived (MPI_Improbe). So its size can be compared, and a receive without a
-message can be given up. The order is MPI's: if a message fits two receives, the one that was begun first gets it.
+message can be given up. The order is MPI's: if a message matches two receives, the one that began first gets it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Peers:
             self._receives.append(_Transfer(call, _pieces(data), source=source, tag=tag))
 
     def look(self) -> list[tuple[Call, MismatchError | None]]:
-        """Do what can be done without waiting. Return the calls that have ended, with their errors."""
+        """Make progress without waiting. Return the calls that have ended, with their errors."""
         ended: list[tuple[Call, MismatchError | None]] = []
         if not self._changing.acquire(blocking=False):
             return ended
@@ -96,7 +96,7 @@ class Peers:
         return ended
 
     def give_up(self, call: Call) -> bool:
-        """Give up a receive for which no message has come. Return whether the call was one."""
+        """Give up a receive for which no message has come. Return whether the call was such a receive."""
         with self._changing:
             for pending in self._receives:
                 if pending.call is call and not pending.requests:
@@ -105,12 +105,12 @@ class Peers:
         return False
 
     def take_in(self, source: int, tag: int, count: int) -> None:
-        """Receive and discard `count` messages of 8 bytes that are on their way."""
+        """Receive and discard `count` messages of 8 bytes that are in flight."""
         for _ in range(count):
             self._comm.Recv(numpy.empty(1, numpy.int64), source, FIRST_TAG + tag)
 
     def _match(self, pending: _Transfer, taken: set[tuple[int, int]]) -> bool:
-        """Begin to receive the message that has come for a receive. Return whether that is all of it."""
+        """Begin to receive the message that has arrived for a receive. Return whether that completes it."""
         from mpi4py import MPI
 
         while pending.left:

@@ -53,8 +53,7 @@ def prepare(
     bucket_bytes: int | None = None,
     threaded: bool | None = None,
 ) -> tuple[Model, Optimizer, ShardedData]:
-    """Let a training loop for one process run on all ranks, each with its part of every batch. The loop does not
-    change.
+    """Make a training loop for one process run on all ranks, each with its part of every batch. The loop is unchanged.
 
         model, optimizer, data = mpitrain.torch.prepare(model, optimizer, data)
         for x, y in data:
@@ -64,9 +63,9 @@ def prepare(
 
     Every rank calls this with the same model, optimizer and data. It needs no process group. A batch of `data` is the
     batch of all ranks together, and its loss must be a mean over samples, or over what `weight` says. Then the
-    optimizer gets the gradients of one process, up to rounding, at any number of ranks and for any size of a batch.
-    They are exchanged while `backward` runs; when it returns, p.grad holds the means. Parameters and buffers get rank
-    0's values now. Buffers stay equal (see mpitrain/adapters/torch_buffers.py).
+    optimizer gets the gradients of one process, up to rounding, for any number of ranks and any batch size. They are
+    exchanged while `backward` runs; when it returns, p.grad holds the means. Parameters and buffers get rank 0's values
+    now. Buffers stay equal (see mpitrain/adapters/torch_buffers.py).
 
     Args:
         model: is on the CPU; its parameters are float16, bfloat16, float32 or float64. Its parameters get hooks, and
@@ -78,42 +77,43 @@ def prepare(
             DataLoader, so the order is that of one process; its workers read only this rank's samples, and `collate_fn`
             gets these, so a batch may have any form. All other batches are divided: tensors and arrays along the first
             dimension; see `form`. For a second model, pass the data that the first call returned.
-        strategy: LocalSGD, DiLoCo, StreamingDiLoCo or SparseLoCo: each rank steps with gradients of its own, and an
+        strategy: LocalSGD, DiLoCo, StreamingDiLoCo or SparseLoCo: each rank steps with its own gradients, and an
             outer step follows optimizer.step() where it is due; see `end_round`. All ranks make the same steps.
-            Sync(virtual_ranks=): the same bits on any number of ranks; the loop goes through `virtual_batches`.
-            Default: Sync.
-        weight: what the loss is a mean over on this rank, if not its samples: a function of this rank's part of the
-            batch and the model's newest output, called at most once for each pass of the model, that returns a number
-            of 0 or more, such as the tokens that count; or that number. See also `weight`. Ranks without samples weigh
+            Sync(virtual_ranks=): bitwise identical results on any number of ranks; the loop iterates over
+            `virtual_batches`. Default: Sync.
+        weight: what the loss on this rank is a mean over, if not samples: a number of 0 or more, such as the number of
+            tokens that count, or a function that returns it. The function gets this rank's part of the batch and the
+            model's newest output, and is called at most once per pass of the model. See also `weight`. Ranks without
+            samples weigh
             0. Default: the number of samples.
         form: which parts of a whole batch have one entry for each sample: "samples" or "whole", or a dict, list or
-            tuple of these like the batch; None where the kind of a part says it. It is for iterables of batches only.
+            tuple of these like the batch; None where the kind of the part decides. It is for iterables of batches only.
             Default: the attribute `batch_form` of the data or its data set, if any.
         compression: how gradients are compressed between nodes: a name in mpitrain.compression.CODECS, "power_sgd",
             "auto" or "none". Default: the World's setting.
         algorithm: the allreduce algorithm, a name in mpitrain.allreduce.ALGORITHMS. Default: the World's setting.
-        bucket_bytes, threaded: as for GradientReducer. This and the two above are for Sync only: MPITRAIN_COMPRESSION
-            says how an outer step is compressed.
+        bucket_bytes, threaded: as for GradientReducer. These and the two above are for Sync only: MPITRAIN_COMPRESSION
+            sets the compression of an outer step.
 
     Raises:
         ConfigError: the model is a DistributedDataParallel, the optimizer takes several passes per step (LBFGS) or has
             other parameters than the model, gradients are sparse, the data has a DistributedSampler, the model was
-            prepared before, a form has other words, or an option is not allowed. Or a loop of one's own cannot train
-            with the strategy: it warms up, or makes steps itself.
+            prepared before, a form is malformed, or an option is not allowed. Or the strategy cannot train in a loop of
+            the user's own, because it warms up or makes steps itself.
         DeviceError: a parameter is not on the CPU.
         MismatchError: the ranks differ in parameters, buffers or data. Raised on every rank; it names the first
             difference.
 
     Use torch.utils.checkpoint with use_reentrant=False. With True, it runs backward passes inside the backward pass.
-    Each ends with an exchange of all gradients, and parameters that come later are reported as unused. The means are
-    right.
+    Each of these ends with an exchange of all gradients, and parameters that come later are reported as unused. The
+    means are still correct.
 
     `backward` weights gradients by the samples of the batch taken last from `data`, so do not take a batch ahead, or in
     another thread.
 
-    In the loop, `backward` and `step` raise MismatchError, GradientError and its subclasses, on every rank if all can
-    know of the error. After an error of `backward` on every rank, each p.grad is None, and all can continue with the
-    next batch; with local updates, the step is refused.
+    In the loop, `backward` and `step` raise MismatchError, GradientError and its subclasses, on every rank if all ranks
+    can detect the error. After an error of `backward` on every rank, each p.grad is None, and all can continue with the
+    next batch. With local updates, the step is refused.
     """
     world = init()
     _check(world, model, optimizer)
@@ -170,8 +170,8 @@ def prepare(
 
 
 def accumulate(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which backward passes add up gradients on this rank alone. The first pass after it exchanges
-    the sum.
+    """Return a context in which backward passes add up gradients on this rank alone. The first backward pass after it
+    exchanges the sum.
 
         for number, (x, y) in enumerate(data, 1):
             last = number % 4 == 0
@@ -181,8 +181,8 @@ def accumulate(model: torch.nn.Module) -> AbstractContextManager[None]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Every rank enters it for the same batches. Without it, such a loop computes the same gradients, with an exchange for
-    each batch. The sum is that of one process, also if batches differ in size.
+    Every rank enters the context for the same batches. Without it, such a loop computes the same gradients, with an
+    exchange for each batch. The sum is that of one process, even if batches differ in size.
 
     Raises:
         ConfigError: the model was not prepared.
@@ -201,21 +201,21 @@ def virtual_batches(model: torch.nn.Module, batch: Any) -> Iterator[Any]:
             optimizer.step()
 
     Collective: every rank loops over it once for each batch, to the end, with at least one backward pass for each
-    virtual rank. In the loop, PyTorch's, NumPy's and Python's own random numbers on the host depend on the seed, the
-    batch and the virtual rank. After the loop they continue as if it had not been; p.grad holds the means over all
-    samples of the batch, added to what was there before, and the buffers are equal on all ranks. See
+    virtual rank. In the loop, PyTorch's, NumPy's and Python's own random numbers on the CPU depend on the seed, the
+    batch and the virtual rank. After the loop they continue as if the loop had not drawn any. p.grad then holds the
+    means over all samples of the batch, added to its earlier content, and the buffers are equal on all ranks. See
     docs/explanation/numerics.md.
 
-    Before the first step, rank 0's first virtual batch comes two or three times more on every rank, for the probe.
+    Before the first step, every rank also gets rank 0's first virtual batch two or three times, for the probe.
 
     Args:
-        batch: the newest batch of the prepared data, as it comes. Its tensors and arrays are copied.
+        batch: the newest batch of the prepared data, unchanged. Its tensors and arrays are copied.
 
     Raises:
         ConfigError: the model was not prepared with virtual ranks.
         DataError: the batch is not the newest one.
-        GradientError: a loop made no backward pass, or the one before has not ended. Or ranks do not compute the same
-            bits of the same samples: raised on every rank.
+        GradientError: a loop made no backward pass, or the loop over the previous batch has not ended. Or ranks compute
+            different bits from the same samples: raised on every rank.
     """
     gradients = gradients_of(model, "virtual_batches")
     if not isinstance(gradients, VirtualGradients):
@@ -244,19 +244,19 @@ def end_round(model: torch.nn.Module) -> None:
 
 
 def weight(number: Any, data: ShardedData | None = None) -> None:
-    """Say what this rank's mean over its part of the newest batch weighs, in the backward passes and means that follow.
+    """Set the weight of this rank's mean over its part of the newest batch, for later backward passes and means.
 
         for x, y in data:
             mpitrain.torch.weight((y != -100).sum())  # the tokens over which cross_entropy takes the mean
             cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
 
-    Every rank calls this for the same batch, before backward(); `data.mean(loss)` uses it too. It holds until the next
-    batch is taken, or until it is called again, as between two losses. A rank without samples weighs 0. With it, a loss
-    that is a mean over tokens, boxes or class weights gives the gradients of one process.
+    Every rank calls this for the same batch, before backward(); `data.mean(loss)` uses it too. The weight is valid
+    until the next batch is taken, or until the next call, for example between two losses. A rank without samples weighs
+    0. With a weight, a loss that is a mean over tokens, boxes or class weights gives the gradients of one process.
 
     Args:
-        number: 0 or more; a tensor of one element will do.
-        data: what prepare() or shard() has returned. Default: that of the batch that was taken last.
+        number: 0 or more; a tensor of one element is accepted.
+        data: the data that prepare() or shard() returned. Default: the data of the batch that was taken last.
 
     Raises:
         DataError: no batch is in use, or it is not one number.
@@ -291,7 +291,7 @@ def gradients_of(model: torch.nn.Module, call: str) -> Gradients:
 
 
 def _check(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check what can be wrong on this rank. Differences between ranks are found later."""
+    """Check what can be wrong on this rank alone. Differences between ranks are found later."""
     check_plain(model, f"{world.name()}: prepare()")
     named = dict(model.named_parameters())
     known = {id(parameter) for parameter in named.values()}

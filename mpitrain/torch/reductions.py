@@ -1,4 +1,4 @@
-"""torch's reduce operations on host arrays, with the same bits on every rank."""
+"""torch's reduce operations on CPU arrays, bitwise identical on every rank."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def reduction(kind: Any, dtype: torch.dtype) -> Reduction:
     """Return the operation for torch's `kind`, which is opts.reduceOp.op.
 
     Raises:
-        ProcessGroupError: the operation does not exist here, or not for this dtype.
+        ProcessGroupError: this backend does not have the operation, or not for this dtype.
     """
     name = kind.name
     ufunc = _UFUNCS.get(name)
@@ -92,7 +92,7 @@ def reduction(kind: Any, dtype: torch.dtype) -> Reduction:
 
 @in_phases
 def allreduce(world: World, sums: Sequential, flat: numpy.ndarray, how: Reduction) -> Iterator[Progress]:
-    """Replace `flat` with the result over all ranks. `sums` adds up what it can."""
+    """Replace `flat` with the result over all ranks. `sums` computes it where it supports the operation."""
     if world.size > 1 and flat.size:
         if how.ufunc is numpy.add and flat.dtype in DTYPES:
             yield sums.steps(flat, None)
@@ -129,7 +129,7 @@ def reduce(world: World, flat: numpy.ndarray, root: int, how: Reduction) -> Prog
 
 
 def reduce_scatter(world: World, parts: list[numpy.ndarray], own: numpy.ndarray, how: Reduction) -> Progress:
-    """Overwrite `own` with the result of all ranks' parts for this rank. `own` may lie in the parts."""
+    """Overwrite `own` with the result of all ranks' parts for this rank. `own` may be a view of `parts`."""
     total = own
     if any(numpy.may_share_memory(own, part) for part in parts):
         total = numpy.empty_like(own)  # data that is still to be sent must not be overwritten

@@ -49,14 +49,14 @@ _FOUR = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _env_handler = handlers["env"]
 _set_here: dict[str, str] = {}  # the variables that this module has added to the environment
-_inherited: dict[str, str] = {}  # those of the four that were there before
+_inherited: dict[str, str] = {}  # those of the four that were already set
 _store: LateStore | None = None  # one per process: a second init_process_group finds the same server
-_num_groups = 0  # how often the store was handed out
+_num_groups = 0  # how many groups have received the store
 
 
 def offer() -> None:
-    """Register this module's handler for `env://`, and set the variables that follow from the launcher's. No MPI
-    yet."""
+    """Register this module's handler for `env://`, and set the variables that follow from the launcher's. MPI is not
+    started."""
     take_place()
     handlers["env"] = _from_mpi
     _inherited.update({name: os.environ[name] for name in _FOUR if name in os.environ})
@@ -73,7 +73,7 @@ def offer() -> None:
 def check_place(world: World, rank: int, size: int, origin: str) -> None:
     """Raise LaunchError unless `rank` and `size`, from `origin`, are MPI's.
 
-    Not collective, but if only one rank raises, the job ends; see mpitrain.init.
+    Not collective, but the job ends if a single rank raises; see mpitrain.init.
     """
     if (rank, size) != (world.rank, world.size):
         raise LaunchError(
@@ -116,20 +116,20 @@ def _from_mpi(url: str, timeout: timedelta = default_pg_timeout, **rest: Any) ->
     store = _shared_store(world, timeout)
     engine_of(world)  # all ranks call this; the first group of this backend may have only a few of them
     _num_groups += 1
-    # torchrun does the same for its attempts. This group then finds nothing of an earlier one.
+    # torchrun does the same for its attempts. So this group finds no entries of an earlier one.
     yield PrefixStore(f"mpitrain {_num_groups}", store), world.rank, world.size
     raise RuntimeError("a rank of MPI cannot leave its job and join it again")
 
 
 def _has_gloo(backend: str) -> bool:
-    """Whether arrays on the host go by gloo; `backend` is as in `gloo`, `cpu:gloo,cuda:nccl`, `undefined`, `None`."""
+    """Whether arrays on the CPU use gloo; `backend` is as in `gloo`, `cpu:gloo,cuda:nccl`, `undefined`, `None`."""
     if backend.lower() in ("undefined", "none"):
         return Backend.default_device_backend_map["cpu"] == "gloo"
     return bool({"gloo", "cpu:gloo"} & set(backend.lower().split(",")))
 
 
 def _tell_of_gloo(world: World) -> None:
-    """Print a line if a library, and not the program itself, has chosen gloo for the group that begins."""
+    """Print a line if a library, not the program itself, has chosen gloo for the new group."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != "init_process_group":
         frame = frame.f_back
@@ -198,7 +198,7 @@ class LateStore(Store):
         tried = []
         for address in self._addresses:
             try:
-                # Try the connection first, because a TCPStore tries for long and writes warnings.
+                # Try the connection first, because a TCPStore retries for long and writes warnings.
                 socket.create_connection((address, self._port), _CONNECT_SECONDS).close()
                 return TCPStore(address, self._port, timeout=self._timeout, wait_for_workers=False)
             except (OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""What a codec has not sent of the gradients so far, saved with a model and restored with it."""
+"""The error-feedback residuals of gradients, saved with a model and restored with it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from mpitrain.torch.uncompiled import uncompiled
 
 @uncompiled
 def residuals(model: torch.nn.Module) -> dict[str, Any]:
-    """What the codec has not sent of the gradients of all ranks so far, for `save`: one number per parameter and rank.
+    """Return what the codec has not yet sent of the ranks' gradients, for `save`: a number per parameter element and
+    rank.
 
-    With local updates it is all that each rank keeps for itself: see docs/how-to/pytorch.md.
+    With local updates it is the whole state that belongs to one rank: see docs/how-to/pytorch.md.
 
         mpitrain.torch.save({"model": net.state_dict(), "residuals": mpitrain.torch.residuals(model)}, path)
 
@@ -30,7 +31,7 @@ def residuals(model: torch.nn.Module) -> dict[str, Any]:
         model: that `prepare` had, or a DistributedDataParallel with the hook `compress`.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the model is neither.
         NonFiniteError: with local updates: an outer step that is under way cannot be made. Raised on every rank, names
             rank and parameter.
     """
@@ -40,17 +41,17 @@ def residuals(model: torch.nn.Module) -> dict[str, Any]:
 
 @uncompiled
 def restore_residuals(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Continue from what `residuals` has returned, so that a run resumes with the bits of one without interruption.
+    """Continue from the result of `residuals`, so that a resumed run is bitwise identical to an uninterrupted one.
 
     Every rank calls it with the whole `state`, as `load` gives it, before the first step: after `prepare`, or after
-    `register_comm_hook`. If the ranks are others than those that were saved, in number or in their nodes, nothing is
-    restored, and rank 0 prints a warning: the next step then loses what a codec has not sent of one step. With local
-    updates, all ranks then begin with the parameters of the last outer step, and what was learned since goes into the
-    next one.
+    `register_comm_hook`. If the number of ranks or their nodes differ from those that were saved, nothing is restored,
+    and rank 0 prints a warning: the residual of one step is then lost. With local updates, all ranks then begin with
+    the parameters of the last outer step, and what was learned since goes into the next outer step.
 
     Raises:
         ConfigError: see `residuals`.
-        CheckpointError: the state is of another model; or only one of the two has local updates. On every rank.
+        CheckpointError: the state belongs to another model, or only one of the two has local updates. Raised on every
+            rank.
     """
     world, of_ranks, kept = init(), state["of_ranks"], residuals_of(model)
     saved = next((one.get("rounds", "") for one in of_ranks if one), kept.rounds)
@@ -77,7 +78,7 @@ def restore_residuals(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
             kept.restore_elsewhere(of_ranks)
         return
     with world.together("restore residuals"):
-        kept.restore({**of_ranks[0], **own})  # rank 0's has what is common to all
+        kept.restore({**of_ranks[0], **own})  # rank 0's has the common state
 
 
 class OfHook:
@@ -89,7 +90,7 @@ class OfHook:
         hooks = [(hook, state) for hook, state in model._comm_hooks if hook in RESIDUALS]
         if not hooks:
             raise ConfigError(f"{init().name()}: this model has no hook of mpitrain.torch.compress; register it first")
-        ((hook, state),) = hooks  # DDP takes one
+        ((hook, state),) = hooks  # DDP accepts only one
         self._model = model
         self._residuals, self._world = RESIDUALS[hook], group_of(state)._channel.world
         self._named = dict(model.module.named_parameters())
@@ -97,7 +98,7 @@ class OfHook:
     def state(self) -> dict[str, Any]:
         if self._world.num_nodes == 1:
             return {}
-        self._model.reducer._rebuild_buckets()  # as its next forward pass would do
+        self._model.reducer._rebuild_buckets()  # as its next forward pass would
         self._residuals.move([bucket.parameters() for bucket in self._model.reducer._get_zeros_like_grad_buckets()])
         names = {id(parameter): name for name, parameter in self._named.items()}
         return {"place": str(self._world.node_ranks), **self._residuals.state(names)}
@@ -114,5 +115,5 @@ def _in_words(rounds: str) -> str:
 
 
 def residuals_of(model: torch.nn.Module) -> OfHook | Gradients:
-    """What keeps the residuals of a model. Raises ConfigError: see `residuals`."""
+    """Return the object that keeps the residuals of a model. Raises ConfigError: see `residuals`."""
     return OfHook(model) if isinstance(model, DistributedDataParallel) else gradients_of(model, "residuals")

@@ -30,23 +30,23 @@ from mpitrain.world.world import World
 
 @uncompiled
 class ShardedData:
-    """This rank's part of every batch. As with `World.shard`, the parts are disjoint, and together the whole batch.
+    """This rank's part of every batch. As with `World.shard`, the parts are disjoint and make up the whole batch.
 
     If a batch has fewer samples than there are ranks, the last ranks get its first sample, which does not count there.
-    A loop need not care about this.
+    A loop needs no special case for this.
 
     ShardedData is not a DataLoader. It has the attributes of a DataLoader that loops use, with the values of the given
     data, or None if that has no such attribute. All other attributes are in `given`.
 
     Attributes:
-        share: this rank's share of the present batch; None before the first batch and after the last.
+        share: this rank's share of the current batch; None before the first batch and after the last.
         turn: the number of batches handed out so far.
         epoch: the number of times that a loop has gone through all batches. Set it to continue from a checkpoint.
         batch: the number of batches of this epoch that were handed out.
         form: which parts of a batch have one entry for each sample, where whole batches are divided.
         weight: that of this rank's part of the newest batch.
         virtual: the virtual ranks into which batches are cut; None: there are none.
-        places: where they were computed.
+        places: the ranks on which the virtual ranks were computed.
         seen: the numbers of samples of all batches handed out so far, of this rank and of all.
         at_end: methods that are called on all ranks when a loop has come to the end of the data, while they exist.
         given: the data that `prepare` was given.
@@ -63,7 +63,7 @@ class ShardedData:
         """Collective; see `prepare` for the data and the form.
 
         Raises:
-            ConfigError: the data already divides samples among ranks. Raised on every rank. Or `form` is none.
+            ConfigError: the data already divides samples among ranks. Raised on every rank. Or `form` is not a form.
             MismatchError: the ranks' data differ in kind or length, in the samples of a Subset, or in the integers,
                 such as labels, of the first and the last sample of a TensorDataset. Other data sets are not compared by
                 reading, because a sample may change with each reading.
@@ -74,7 +74,8 @@ class ShardedData:
         self.seen = 0, 0
         self.at_end: list[WeakMethod[Callable[[], None]]] = []
         self._checksum = 0  # of the numbers of the samples of these batches
-        # With which the order of this epoch was drawn; at batch 0, those at the end of the epoch before.
+        # The random numbers with which the order of this epoch was drawn; at batch 0, those at the end of the previous
+        # epoch.
         self._random: dict[str, Any] | None = None
         self._is_restored = False
         self._random_after: Mapping[str, Any] | None = None
@@ -119,10 +120,10 @@ class ShardedData:
 
         Raises:
             DataError: the first batch has fewer samples than there are ranks, or a batch cannot be divided. Later: a
-                batch is used in another thread than this one.
+                batch is used in a different thread.
             MismatchError: a source that every rank reads itself gives the ranks different batches, or the ranks
                 continue from different positions.
-            CheckpointError: after `load_state_dict`, the batches that were used have other samples than then.
+            CheckpointError: after `load_state_dict`, the samples of the batches that were used have changed.
         """
         self._world.agree("begin a loop over the prepared data")
         first = self._begin_epoch()
@@ -143,7 +144,7 @@ class ShardedData:
             saw(batch, delivery.share.count)
             try:
                 yield batch
-            finally:  # also where an error ends the loop
+            finally:  # also if an error ends the loop
                 self._singles.end()
         newest_part.clear()
         for told in list(self.at_end):
@@ -196,7 +197,8 @@ class ShardedData:
 
     @property
     def step(self) -> int:
-        """The number of the newest batch, counted from the first epoch on: for the random numbers of virtual ranks."""
+        """The number of the newest batch, counted from the first epoch; used for the random numbers of virtual
+        ranks."""
         if has_length(self.given):
             return self.epoch * len(self) + self.batch
         return self.position
@@ -225,11 +227,11 @@ class ShardedData:
         """Continue from a `state_dict`: the next loop begins after the batches that were used, in the same order.
 
         Every rank calls this, before the loop. The loop draws the numbers of the samples again, without reading the
-        samples, and leaves the rank's other random numbers alone. Data that is no DataLoader of numbered samples is
-        read up to there; after that, each rank has the random numbers that this reading has left.
+        samples, and leaves the rank's other random numbers alone. Data other than a DataLoader of numbered samples is
+        read up to that point; each rank then has the random numbers that this reading leaves.
 
         Between two epochs, the order is drawn with rank 0's random numbers at the end of the epoch, which rank 0 gets
-        back. It is the order of an undisturbed run, if nothing draws from them between the loops.
+        back. It is the order of an uninterrupted run if nothing draws from them between the loops.
 
         Raises:
             CheckpointError: the state was saved with other virtual ranks. Nothing has changed.
@@ -240,19 +242,19 @@ class ShardedData:
         self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
         self._checksum, self._random = int(state["checksum"]), state["random"]
         self._is_restored = True
-        self._random_after, self._goes_on_as_drawn = None, False  # what was said before was about another position
+        self._random_after, self._goes_on_as_drawn = None, False  # earlier settings were for another position
         if self.batch == 0 and self._random is not None and self._draws:
             set_random_state(self._random, self._generators)
 
     def set_random_after(self, state: Mapping[str, Any]) -> None:
-        """After `load_state_dict`, have the loop use a `random_state` of this rank, once its order is drawn."""
+        """After `load_state_dict`, make the loop use a `random_state` of this rank, once its order is drawn."""
         self._random_after = state
 
     def go_on_as_drawn(self) -> None:
-        """After `load_state_dict`, have rank 0 continue from the random numbers that drawing the order leaves.
+        """After `load_state_dict`, let rank 0 continue from the random numbers that drawing the order leaves.
 
-        This is for ranks that have lost their own ones. They begin as the script seeds them, and with these, later
-        epochs would have the orders of the first ones.
+        This is for ranks whose own random state is lost. They begin as the script seeds them, and with that state,
+        later epochs would repeat the orders of the first epochs.
         """
         self._goes_on_as_drawn = True
 
@@ -267,9 +269,9 @@ class ShardedData:
         return self._loader is not None and self._loader.parts is not None
 
     def _begin_epoch(self) -> int:
-        """Return the number of batches to leave out, and have the random numbers of the order drawn again."""
+        """Return the number of batches to skip, and restore the random numbers of the order."""
         if not self._is_restored:
-            if self.batch:  # the loop before was left in the middle
+            if self.batch:  # the previous loop was left in the middle
                 self.epoch += 1
             self.batch = self._checksum = 0
         self._is_restored = False
@@ -289,29 +291,29 @@ class ShardedData:
         return self._world.broadcast_object(random) if self._is_drawn else random
 
     def _skipped(self) -> None:
-        """The order is drawn up to where the loop continues."""
+        """Called when the order is drawn up to the position where the loop continues."""
         if self._random_after is not None:
             set_random_state(self._random_after)
         self._random_after, self._goes_on_as_drawn = None, False
 
     def mean(self, value: Any, weight: Any = None) -> MeanNumber:
-        """Return the mean over all samples of the newest batch, from each rank's mean over its part, such as a loss.
+        """Return the mean over all samples of the newest batch from the ranks' means over their parts, such as a loss.
 
         Collective: every rank calls this for the same batch, in the loop or after it. The result is a float that also
-        has `item()`, as a loss has.
+        has `item()`, as a loss does.
 
         Args:
             value: this rank's mean: a number, or a tensor of one element. On a rank without samples it does not count.
-                With virtual ranks: a list of such means, the newest of which are those of the virtual batches of the
-                newest batch. Their mean has the same bits on any number of ranks.
-            weight: what this rank's mean is over, if not its samples: a number of tokens, masked positions or boxes, or
-                a sum of class weights. Default: what `weight` of `prepare` or `mpitrain.torch.weight` has said of this
-                batch, or else the samples. On a rank without samples it is 0.
+                With virtual ranks: a list of such means, which ends with those of the virtual batches of the newest
+                batch. Their mean is bitwise identical on any number of ranks.
+            weight: the quantity that this rank's mean is over, if not samples: a number of tokens, masked positions or
+                boxes, or a sum of class weights. Default: the weight of this batch by `weight` of `prepare` or
+                `mpitrain.torch.weight`, or else the number of samples. On a rank without samples it is 0.
 
         Raises:
             DataError: there was no batch yet, or a weight is negative or not finite, or all are 0 (raised on every
-                rank); or `value` or `weight` has several elements; or `value` is no list, or a short one, with virtual
-                ranks.
+                rank); or `value` or `weight` has several elements; or, with virtual ranks, `value` is not a list or is
+                too short.
         """
         share = self._share()
         if self.virtual:
@@ -321,10 +323,10 @@ class ShardedData:
         return MeanNumber(self._world.mean(value, weight=weight))
 
     def sum(self, values: Any) -> float:
-        """Return the sum over all samples of the newest batch of one value per sample, such as 1 for a right guess.
+        """Return the sum of one value per sample over the newest batch, such as 1 for a correct prediction.
 
-        Collective, like `mean`. Each sample counts once, also if a rank without samples computes with one of another
-        rank. The sum is rounded once, so it does not depend on the number of ranks, if the values do not.
+        Collective, like `mean`. Each sample counts once, even if a rank without samples computes with a sample of
+        another rank. The sum is rounded once, so it does not depend on the number of ranks if the values do not.
 
         Args:
             values: a tensor or array of shape (n,), where n is the length of this rank's part. They become float64.
@@ -351,6 +353,6 @@ class ShardedData:
         return self._newest
 
     def _undo_seed(self) -> None:
-        """Draw the order as if no seed for workers had been drawn before: workers that stay get none."""
+        """Draw the order as if no seed for workers had been drawn before: persistent workers get none."""
         assert self._random is not None
         set_random_state(self._random, self._generators)

@@ -1,9 +1,9 @@
-"""The second form that ProcessGroup's calls have in PyTorch: one tensor instead of a list, and no object of options.
+"""The second form of ProcessGroup's calls in PyTorch: one tensor instead of a list, and no options object.
 
     group.allreduce(x, dist.ReduceOp.MAX).wait()
     group.broadcast(x, root=1, timeout=timedelta(seconds=9)).wait()
 
-Each function below has the arguments of PyTorch's short form, and returns those of the long form.
+Each function below takes the arguments of PyTorch's short form, and returns those of the long form.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _broadcast(tensor: torch.Tensor, root: int, timeout: timedelta | None = None
 
 
 def _allreduce(tensors: Any, op: Any = _SUM, timeout: timedelta | None = None) -> Arguments:
-    """This form has a list, too."""
+    """This form also takes a list."""
     listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     return listed, _options(_c10d.AllreduceOptions, timeout, reduceOp=op)
 

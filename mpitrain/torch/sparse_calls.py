@@ -31,12 +31,12 @@ class SparseCalls(BareGroup):
             text = f"a sparse tensor on {tensor.device}; it can be on cpu: use tensor.cpu(), or tensor.to_dense()"
             self._refuse(name, TypeError(text))
         if tensor._base is not None and tensor._base.is_complex():
-            tensor = tensor._base  # torch hands over its view of real numbers, which cannot be filled
+            tensor = tensor._base  # torch passes its view of real numbers, which cannot be filled
         if opts.reduceOp.op != dist.ReduceOp.SUM:
             text = f"ReduceOp.{opts.reduceOp.op.name} of a sparse tensor; it can be SUM: use that, or tensor.to_dense()"
             self._refuse(name, ProcessGroupError(text))
         call = self._call(name, [tensor], opts)
-        # A copy, so that the caller may change its tensor meanwhile.
+        # A copy, so that the caller may change its tensor in the meantime.
         own = tensor.detach().coalesce().clone()
 
         def work() -> Progress:

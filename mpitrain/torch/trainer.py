@@ -1,12 +1,12 @@
-"""The short way in: a model, an optimizer and a DataLoader, trained with checkpoints, evaluation, a log and a record.
+"""The shortest way to train: a model, an optimizer and a DataLoader, with checkpoints, evaluation, a log and a record.
 
     python, 1 rank                             mpitrain run -n 3
     loader ─ batch of 64 ─ step                loader ─┬─ 22 ─┐
                                                        ├─ 21 ─┼─ mean over samples ─ the same step
                                                        └─ 21 ─┘
 
-All of it is the core's: TorchModule computes, ShardedData divides the batches, mpitrain.Trainer makes the steps, and
-its hooks save and measure. This file only says which of them fit together.
+The parts exist elsewhere: TorchModule computes, ShardedData divides the batches, mpitrain.Trainer runs the steps, and
+its hooks save and measure. This file only combines them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from mpitrain.training.trainer import Trainer
 from mpitrain.training.writers.json_lines import JsonLines
 from mpitrain.world.world import World
 
-# What gets (outputs, targets), or with `training_step` (model, batch).
+# A function of (outputs, targets), or with `training_step` of (model, batch).
 Function = Callable[[Any, Any], Any]
 
 
@@ -70,10 +70,10 @@ class TorchTrainer(Trainer):
     The script runs alone, as `python train.py`, and on many ranks, as `mpitrain run -n 3 train.py`, with equal results
     up to rounding: a batch of the loader is the batch of all ranks together, and means are over samples.
 
-    Random layers such as dropout, and whatever else the loss draws, depend on `seed`, the step and the rank. So a
-    resumed run draws what an undisturbed one draws. The order of the samples is that of one process.
+    The random numbers of the loss, such as those of dropout, depend on `seed`, the step and the rank. So a resumed run
+    draws the same numbers as an uninterrupted one. The order of the samples is that of one process.
 
-    All that mpitrain.Trainer has is here too, such as `step_number`, `adapter` and `close`.
+    It also has everything that mpitrain.Trainer has, such as `step_number`, `adapter` and `close`.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class TorchTrainer(Trainer):
                 least one; the earlier one ends it.
             scheduler: of torch.optim.lr_scheduler, for this optimizer.
             scheduler_interval: "epoch" or "step": when the scheduler is stepped.
-            evaluation: a loader for evaluation. Each sample counts once. The model is in eval mode meanwhile.
+            evaluation: a loader for evaluation. Each sample counts once. The model is in eval mode during evaluation.
             metrics: by name, functions with the arguments of `loss` or of `training_step`. Each returns a number, the
                 mean over the samples, or a tensor with an entry for each sample: `lambda y, t: y.argmax(1) == t`.
             interval: the number of steps between two evaluations and between two checkpoints. Default: an epoch.
                 Both also follow the last step.
             directory: the folder of the run: `checkpoints`, and the record that `mpitrain top`, `plot` and `dashboard`
                 show. If it has checkpoints, the training continues from the newest one. {script} is the name of the
-                script. None: nothing is kept.
+                script. None: nothing is saved.
             clip_norm, precision: as for TorchModule.
             strategy: for example mt.DiLoCo(50). Default: mt.Sync(). Virtual ranks and servers need mpitrain.Trainer.
             seed: of the random numbers that the loss draws, at least 0.
@@ -217,7 +217,7 @@ class TorchTrainer(Trainer):
         return made
 
     def _applied(self, model: torch.nn.Module, batch: Any) -> Callable[[Function], Any]:
-        """Return what calls a loss or metric for this batch."""
+        """Return a function that applies a loss or metric to this batch."""
         if not self._uses_outputs:
             return lambda function: function(model, batch)
         if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -242,7 +242,7 @@ class TorchTrainer(Trainer):
                     assert self._evaluation.share is not None
                     count, apply = self._evaluation.share.count, self._applied(model, batch)
                     values = {name: apply(function) for name, function in self._metrics.items()}
-                    if count:  # otherwise the batch has a sample that does not count
+                    if count:  # otherwise the batch has only a sample that does not count
                         parts.append((count, {name: self._mean(name, value, count) for name, value in values.items()}))
         finally:
             for module, mode in modes.items():
@@ -285,7 +285,7 @@ class _EpochSchedule(Hook):
 
 
 class LoaderData:
-    """A loader's batches without end, for a Trainer: this rank's part of each.
+    """A loader's batches, repeated without end, for a Trainer: this rank's part of each.
 
     Attributes:
         batch: the newest part, as the loader's `collate_fn` has made it. If this rank has no sample of it, it has one
@@ -319,7 +319,7 @@ class LoaderData:
         Raises:
             DataError: the loader has no batch. Raised on every rank. See ShardedData for other errors.
         """
-        for _ in range(3):  # the rest of this epoch; that of a resumed one, which may be empty; the next one
+        for _ in range(3):  # the rest of this epoch; the rest of a resumed epoch, which may be empty; the next epoch
             for batch in self._batches:
                 self.batch = batch
                 assert self._parts.share is not None
@@ -334,7 +334,7 @@ class LoaderData:
         return {"position": state_bytes(self._parts.state_dict())}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state`. Raises CheckpointError if it is none."""
+        """Continue from a `state`. Raises CheckpointError if it is malformed."""
         position = read_state_bytes(state["position"], "position in the data", "mpitrain.torch.Trainer")
         self.close()
         self._parts.load_state_dict(position)

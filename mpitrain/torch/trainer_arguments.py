@@ -1,4 +1,4 @@
-"""What mpitrain.torch.Trainer refuses, and the folder that it may write."""
+"""The checks of mpitrain.torch.Trainer's arguments, and of the folder that it writes."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ def steps_of(loader: Any, max_epochs: Any, max_steps: Any, interval: Any) -> tup
 
 
 def run_folder(world: World, directory: Path | str) -> Path:
-    """Return the folder of the run, and say which. Collective.
+    """Return the folder of the run, and print it. Collective.
 
     Raises:
-        ConfigError: it is not that of an earlier run of this training, or another process writes it now. Raised on
-            every rank.
+        ConfigError: the folder is not that of an earlier run of this training, or another process is writing it. Raised
+            on every rank.
     """
     folder, remark = Path(), ""
     with world.together("look at the folder of the run"):
@@ -116,13 +116,13 @@ def run_folder(world: World, directory: Path | str) -> Path:
         folder = Path(str(directory).replace(_SCRIPT, name))
         if world.is_root and not world.rehearsal:
             remark = _remark(world, folder, _SCRIPT in str(directory))
-    if remark and not world.context.failed_ms:  # not of a restart, which says where it continues
+    if remark and not world.context.failed_ms:  # not for a restart, which prints where it continues
         world.print(remark)
     return folder
 
 
 def _remark(world: World, folder: Path, is_by_script: bool) -> str:
-    """Return what to say of a folder before it is written. Raise ConfigError if it may not be."""
+    """Return the remark about a folder before it is written. Raise ConfigError if it may not be written."""
     if not folder.exists():
         return f"the run is in {folder}"
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Keep torch.compile from compiling this backend, and the calls of mpitrain in a compiled function.
+"""Keep torch.compile from compiling this backend, and mpitrain's calls inside a compiled function.
 
 torch calls the backend from C++ while a compiled function runs uncompiled parts, such as the first steps of
 `torch.compile(DistributedDataParallel(model))`. Dynamo would try to compile these calls.

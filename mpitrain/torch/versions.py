@@ -24,7 +24,8 @@ def with_old_names(kind: Any) -> Any:
 
 
 def record_nothing(backend: str) -> None:
-    """Switch off the flight recorder: since 2.15 torch records a group's calls, and fails if it is not a C++ object."""
+    """Switch off the flight recorder: since 2.15 torch records a group's calls, and fails if the group is not a C++
+    object."""
     recorders: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recorders.add(backend)
 

@@ -1,4 +1,4 @@
-"""The gradients of a prepared model with virtual ranks: a step has a pass for each of them.
+"""The gradients of a prepared model with virtual ranks: a step has one pass for each virtual rank.
 
     for part in virtual_batches(model, batch):      this rank's virtual ranks, one after the other
         loss(model, part).backward()                p.grad holds the gradients of this one
@@ -128,8 +128,8 @@ class VirtualGradients(Gradients):
             self._parameters[index].grad = gradient if now is None else now.add_(gradient)
 
     def _probe(self, part: Any) -> Iterator[Any]:
-        """Yield rank 0's first virtual rank as often as the probe asks for it, and compare what the ranks compute."""
-        part = self._world.broadcast_object(copied(part))  # a part that is no copy would be sent with the whole batch
+        """Yield rank 0's first virtual batch as often as the probe asks for it, and compare what the ranks compute."""
+        part = self._world.broadcast_object(copied(part))  # a view would be sent with the whole batch
         passes = probe_passes()
         next(passes)
         try:
@@ -157,11 +157,12 @@ class VirtualGradients(Gradients):
         if not self._num_came:
             raise GradientError(
                 f"{self._world.name()}: the loop over virtual_batches(model, batch) made no backward() for virtual "
-                f"rank {number}; call it for each of them, also where a loss is not used otherwise"
+                f"rank {number}; call it for each of them, even where the loss is not used"
             )
 
     def _gradients(self, *, has_samples: bool) -> Iterator[numpy.ndarray | None]:
-        """Yield what the pass has left, in the order of the reducer's layout; None: a loss does not depend on it."""
+        """Yield the gradients of the pass, in the order of the reducer's layout; None: the loss does not depend on the
+        parameter."""
         if not has_samples:
             self._trained.forget_gradients()
         self._trained.begin()
@@ -184,7 +185,7 @@ class VirtualGradients(Gradients):
         ]
 
     def _came(self, index: int, parameter: torch.Tensor) -> None:
-        """Count a gradient of the present pass. This is the parameter's hook."""
+        """Count a gradient of the current pass. This is the parameter's hook."""
         if not self._is_computing:
             raise GradientError(
                 f"{self._world.name()}: backward() came outside of a loop over virtual_batches(model, batch), so "
@@ -194,7 +195,7 @@ class VirtualGradients(Gradients):
         self._num_came += 1
 
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Leave a gradient as it is: its weight comes with the sum. This is the tensor's hook."""
+        """Leave a gradient unchanged: its weight is applied in the sum. This is the tensor's hook."""
 
     def _drop_refused(self) -> None:
         """See Gradients. The buffers are as before the batch."""
@@ -204,7 +205,7 @@ class VirtualGradients(Gradients):
             self._changed.put_back()
 
     def _heed(self, remarks: Remarks, notes: Sequence[PassNote]) -> None:
-        """See Gradients. The floating buffers change, too."""
+        """See Gradients. The floating buffers are updated, too."""
         super()._heed(remarks, notes)
         if self._cause is None:
             self._changed.add(self._reducer.gradients[len(self._parameters) :])

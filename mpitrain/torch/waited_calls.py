@@ -1,6 +1,6 @@
-"""Calls that are not compared before they begin: of one that waits for long, the ranks tell each other what it is.
+"""Calls that are not compared before they begin: if one waits for long, the ranks tell each other which call it is.
 
-Those that are never compared with later ones are compared when all ranks have finished.
+Calls that no later comparison covers are compared when all ranks have finished.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from mpitrain.torch.work import Call
     from mpitrain.world.world import World
 
-# What a rank of the job says: its number, the number of a call in the group, and what that call is there.
+# A rank's report: its number, the number of a call in the group, and a description of that call.
 Word: TypeAlias = tuple[int, int, str]
-_KEPT = 256  # calls of which a rank knows what they were; one whose part is done may be many calls ahead
-_SECONDS = 10.0  # where no settings are known
+_KEPT = 256  # how many calls a rank remembers; a rank that has finished its part may be many calls ahead
+_SECONDS = 10.0  # if there are no settings
 _NAP_SECONDS = 1e-3
 
 
@@ -33,15 +33,15 @@ class WaitedCalls:
         """`group` is its name, the same on all its ranks."""
         self._world = world
         self._uncompared: dict[int, str] = {}  # by number
-        # Groups may have the same name, one after the other. Positive numbers are models'.
+        # Successive groups may have the same name. Positive numbers belong to models.
         final = world.control.notes.final
         self._number = -1 - zlib.crc32(f"{group} of {world.control.members}".encode())
         while self._number in final:
             self._number -= 1
         final[self._number] = partial(_at_the_end, group, self._uncompared)
         self._texts: dict[int, str] = {}  # by number
-        self._told = 0  # the number of the last call that this rank has told of
-        self._open: list[Word] = []  # of calls that this rank has yet to begin
+        self._told = 0  # the number of the last call that this rank has reported
+        self._open: list[Word] = []  # reports about calls that this rank has yet to begin
 
     @property
     def num_uncompared(self) -> int:
@@ -49,15 +49,15 @@ class WaitedCalls:
         return len(self._uncompared)
 
     def take(self) -> list[str]:
-        """Return what the calls since the last comparison were, to be compared now."""
+        """Return the descriptions of the calls since the last comparison, to be compared now."""
         calls = list(self._uncompared.values())
         self._uncompared.clear()
         return calls
 
     def close(self, *, is_broken: bool) -> None:
-        """Leave to the end of the program what only the end can compare: nothing of a group that is broken.
+        """Defer the remaining comparisons to the end of the program; none for a group that is broken.
 
-        Of a group whose last calls were compared, another rank may have made one more.
+        In a group whose last calls were compared, another rank may have made one more call.
         """
         if is_broken or not self._texts:
             self._world.control.notes.final.pop(self._number, None)
@@ -75,9 +75,9 @@ class WaitedCalls:
         world.control.notes.say((world.control.number, number, self._texts[number]), world.control.members)
 
     def ask(self, call: Call, error: Exception) -> Iterator[float]:
-        """Wait, after an error that only this rank has, for what the others say of the call, which then ends in `look`.
+        """After an error on this rank alone, wait for the others' reports of the call, which then ends in `look`.
 
-        MPI refuses a message that does not fit, on its receiver alone, and does not say whose call it is.
+        MPI refuses a message that does not fit on its receiver alone, and does not tell which call sent it.
         """
         from mpi4py import MPI
 
@@ -89,7 +89,7 @@ class WaitedCalls:
                 yield _NAP_SECONDS
 
     def look(self, heard: Iterable[Word], call: Call | None, now: float) -> None:
-        """Compare what other ranks have said, and say what `call` is, the first one under way, if it waits for long.
+        """Compare the other ranks' reports, and report `call`, the first one under way, if it waits for long.
 
         Raises:
             MismatchError: a rank has made another call. The others that wait raise it too, each by itself.
@@ -106,7 +106,7 @@ class WaitedCalls:
                 self._open.remove(word)
             own = self._texts.get(number, text)
             if own != text:
-                # To all: others may have heard of neither call, and this rank says no more.
+                # To all ranks: others may know of neither call, and this rank sends no further report.
                 self.tell(number)
                 there = world.control.members.index(rank)
                 raise MismatchError(
@@ -121,7 +121,7 @@ def _at_the_end(group: str, calls: dict[int, str]) -> tuple[float, ...]:
 
 
 def _patience() -> float:
-    """The seconds after which ranks that wait tell each other in which call."""
+    """The seconds after which waiting ranks tell each other which call they are in."""
     activity = own_activity()
     if activity is None:
         return _SECONDS

@@ -1,4 +1,4 @@
-"""What a loop with `prepare` does besides training, in one line each: evaluate, save, resume."""
+"""Functions for the other parts of a loop with `prepare`: evaluate, save, resume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpitrain.torch.uncompiled import uncompiled
 
 @uncompiled
 def shard(data: Iterable[Any], *, form: Any = None) -> ShardedData:
-    """Return this rank's part of every batch, to evaluate a model. This is `prepare` for data alone.
+    """Return this rank's part of every batch, for evaluating a model. This is `prepare` for data alone.
 
         test = mpitrain.torch.shard(test_loader)
         right = sum(test.sum(model(x).argmax(1) == y) for x, y in test)  # of all ranks, each sample once
@@ -65,7 +65,8 @@ def save(state: Any, path: Path | str) -> None:
 
 
 def _plain(state: Any) -> Any:
-    """Return a state with plain numbers for what `mean` has returned: programs without mpitrain can load it."""
+    """Return a state in which the results of `mean` are plain numbers, so that programs without mpitrain can load
+    it."""
     if isinstance(state, MeanNumber):
         return state.item()
     if type(state) is dict:
@@ -77,8 +78,8 @@ def _plain(state: Any) -> Any:
 def load(path: Path | str) -> Any:
     """Return on every rank what `save` wrote, or None if rank 0's machine has no such file.
 
-    Every rank calls this. Rank 0 reads the file, so it need not be on a share. Tensors are loaded to the CPU. The file
-    is read with weights_only=True, which runs no code from the file.
+    Every rank calls this. Rank 0 reads the file, so it need not be in a shared folder. Tensors are loaded to the CPU.
+    The file is read with weights_only=True, which runs no code from the file.
 
     Args:
         path: the file on rank 0's machine.

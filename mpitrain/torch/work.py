@@ -31,7 +31,7 @@ class Call(dist.Work):
         name: torch's name of the call, such as all_reduce.
         buffers: the memory that its messages come from and go to.
         results: the tensors that hold the result.
-        deadline: the time at which the group gives the call up, by time.monotonic().
+        deadline: the time, by time.monotonic(), at which the group gives up the call.
         is_done: whether the call has ended; `error` is None if it succeeded.
     """
 
@@ -126,7 +126,7 @@ class Call(dist.Work):
         if self.is_done:
             future.complete()
         else:
-            self.channel.engine.wake()  # a thread that waits for a future does not drive
+            self.channel.engine.wake()  # a thread that waits for a future does not drive calls
         return future
 
 

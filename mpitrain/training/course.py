@@ -1,12 +1,12 @@
-"""The course of a run: its stages, and where it continues when a rank is lost.
+"""The course of a run: its stages, and where it continues after the loss of a rank.
 
     begin ─> before step ─> step ─> after step ─> before step ─> ... ─> after step ─> end
                               │
                               └── commit: all ranks have made the step, or none has
 
-Between two commits, ranks may be at different stages. Where one is lost, the others continue in a new World at the
+Between two commits, ranks may be at different stages. If one is lost, the others continue in a new World at the
 earliest of their stages, with the parameters, the position in the data and the hooks of the last commit. So every step
-counts once. Hooks may be called twice around a loss.
+counts once. Hooks may be called twice around such a loss.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mpitrain.training.parts import Built
     from mpitrain.training.trainer import Trainer
 
-# The stages are in the order in which ranks come to them between two commits.
+# The stages are in the order in which ranks reach them between two commits.
 _BUILD, _BEGIN, _AFTER_STEP, _BEFORE_STEP, _STEP, _END, _LEFT, _OVER = range(8)
 
 
@@ -45,7 +45,7 @@ class Course:
     """
 
     def __init__(self, trainer: Trainer, built: Built, begin: Callable[[World], None], job: Job) -> None:
-        """`begin` has the Trainer make its parts for a World; they are in `built`."""
+        """`begin` makes the Trainer's parts for a World; they are in `built`."""
         self._trainer = trainer
         self._built = built
         self._begin = begin
@@ -60,7 +60,7 @@ class Course:
         """Make all parts for the first World of this Trainer.
 
         Raises:
-            ConfigError: this is in mpitrain.elastic, which would continue at another place than the Trainer; or the job
+            ConfigError: the Trainer runs inside mpitrain.elastic, which would continue at a different place; or the job
                 has servers, and the strategy trains without them.
         """
         if self._job.is_elastic:
@@ -70,7 +70,7 @@ class Course:
         if role and not isinstance(strategy, ServedStrategy):
             raise ConfigError(
                 f"{world.name()} is a {role} of a job with servers, and `build` has made the strategy "
-                f"{type(strategy).__name__}, which would train in each process by itself; allowed is "
+                f"{type(strategy).__name__}, which would train in each process separately; allowed is "
                 "mt.ParameterServer. Use it, or start the script without servers"
             )
 
@@ -133,7 +133,7 @@ class Course:
         if trainer.served:
             trainer.served.begin_serving(trainer.data)
         trainer.steering.begin(trainer, self._job.num_runs)
-        if trainer.steering.saves and trainer.memory_step:  # what came from the disk is there
+        if trainer.steering.saves and trainer.memory_step:  # the state from the disk exists already
             self._save_if_told()
         trainer.steering.saves = False
         trainer.begin_steps()
@@ -175,7 +175,7 @@ class Course:
         self._leave_or_stay(wish)
 
     def _save_if_told(self) -> None:
-        """Save what somebody has told to save now."""
+        """Save now if a command has requested it."""
         steering = self._trainer.steering
         if steering.saves:
             self._end_round()
@@ -188,7 +188,7 @@ class Course:
         self._save_if_told()
 
     def _leave_or_stay(self, wish: int) -> None:
-        """Come to the next stage, after a pause if there is one; or leave, if the launcher wishes it."""
+        """Go to the next stage, after a pause if there is one; or leave, if the launcher requests it."""
         trainer = self._trainer
         if wish == STAYS and trainer.steering.pause and self._next_stage() == _BEFORE_STEP:
             self._made = self._made or trainer.steering.paused_step()  # of the attempt before
@@ -202,17 +202,17 @@ class Course:
 
     def _leave(self) -> None:
         self._left_ms = int(1000 * time.time())
-        self._trainer.world.commit()  # no rank leaves a step that others have to repeat
+        self._trainer.world.commit()  # no rank may leave a step that others have to repeat
         self._stage = _LEFT
 
     def _prepare(self, hook: Hook, method: str, step: int) -> None:
-        """Bring together what several servers have of the model, if a hook has this method and may read the model."""
+        """Gather the model's parts from several servers, if a hook has this method and may read the model."""
         served, has_method = self._trainer.served, getattr(type(hook), method) is not getattr(Hook, method)
         if served and has_method and hook.reads_model(self._trainer, step):
             served.fetch()
 
     def _end_round(self) -> None:
-        """After the last step, let the hooks see what the run ends with."""
+        """After the last step, show the hooks the final state of the run."""
         if self._trainer.step_number == self._trainer.last_step:
             self._trainer.strategy.end_run()
 
@@ -222,7 +222,7 @@ class Course:
             activity.copy_run(self._job.num_runs if steps else 0)
 
     def _save(self, step: Step) -> None:
-        """Have saved what a later job can continue from: no other try of this one follows."""
+        """Save a state from which a later job can continue, because no further attempt of this job follows."""
         trainer = self._trainer
         for hook in self._keeping_first():
             hook.before_end(trainer, step)
@@ -230,8 +230,7 @@ class Course:
             trainer.world.print(f"mpitrain: nothing saves step {trainer.step_number}: add the hook mt.Checkpoint")
 
     def _save_only(self, copied: int) -> bool:
-        """Have saved what the attempts before have reached, without a step. False: a later run of the script may have
-        it.
+        """Save what earlier attempts have reached, without a step. False: leave it to a later run of the script.
 
         Raises:
             CheckpointError: nothing can be saved. Raised on every rank.
@@ -259,13 +258,13 @@ class Course:
         self._trainer.strategy.end_run()
         if self._trainer.served:
             self._trainer.served.fetch()
-        for hook in self._keeping_first():  # what has been saved is on the disk before another hook can fail
+        for hook in self._keeping_first():  # the last save is on the disk before another hook can fail
             hook.after_run(self._trainer)
-        self._trainer.world.commit()  # no rank leaves a run that others have to repeat the end of
+        self._trainer.world.commit()  # no rank may leave a run whose end others have to repeat
         self._stage = _OVER
 
     def _say_origin(self, copied: int) -> None:
-        """Say from where a run continues after a failure; `copied` is the step of the in-memory checkpoint."""
+        """Print where a run continues after a failure; `copied` is the step of the in-memory checkpoint."""
         trainer, context = self._trainer, self._trainer.world.context
         ms, failed_step = context.failed_ms, context.failed_step
         if self._copies.taken_over:
@@ -280,13 +279,13 @@ class Course:
             why = f"its newest copy is of step {copied}" if copied else self._copies.why_not
             place = f"continues after step {step}" if step else "starts over"
             trainer.world.print(f"mpitrain: memory is not used: {why}. The training {place}")
-        if step and self._job.num_runs == 1:  # a later run begins as in the first attempt, or is told of by its line
+        if step and self._job.num_runs == 1:  # a later run begins as in the first attempt, or has its own line
             seconds, repeated = time.time() - ms / 1000, max(0, failed_step - 1 - step)
             source: Literal["memory", "disk"] = "memory" if trainer.memory_step else "disk"
             trainer.tell(RunEvent(step, context.failure, source, (), size, max(0.0, seconds), repeated))
 
     def _come_to(self, stage: int) -> None:
-        """Begin a stage of hooks, and note how the hooks stand: there they begin again, if a rank is lost in it."""
+        """Begin a stage of hooks, and note their state, from which they begin again if a rank is lost in this stage."""
         self._stage = stage
         if self._recovery:
             trainer = self._trainer
@@ -299,11 +298,12 @@ class Course:
 
     @property
     def _recovery(self) -> Recovery | None:
-        """What takes this Trainer to the next World. None: another World of it than the job's is not replaced."""
+        """The object that moves this Trainer to the next World. None: its World is not the job's and is not
+        replaced."""
         return self._job.recovery if self._trainer.world is self._job.world else None
 
     def _keeping_first(self) -> list[Hook]:
-        """The hooks, those that restore the others first."""
+        """The hooks, beginning with those that restore the others."""
         return sorted(self._trainer.hooks, key=lambda hook: not hook.keeps_state)
 
     def _next_stage(self) -> int:
@@ -311,7 +311,7 @@ class Course:
         return _END if last is not None and self._trainer.step_number >= last else _BEFORE_STEP
 
     def _go_through(self, stage: Callable[[], None]) -> None:
-        """Go through a stage. If a rank is lost in it, continue in the next World."""
+        """Run a stage. If a rank is lost in it, continue in the next World."""
         trainer = self._trainer
         try:
             stage()
@@ -338,7 +338,7 @@ class Course:
             )
 
     def _go_on(self, world: World, state: Mapping[str, Any], own: dict[str, Any]) -> None:
-        self._built.close()  # what was made in an attempt in which another rank was lost
+        self._built.close()  # left from an attempt in which another rank was lost
         self._stage = min(world.allgather(self._stage))
         self._begin(world)
         if self._stage > _BUILD:
@@ -348,7 +348,7 @@ class Course:
         if self._stage > _BEGIN:
             for hook in trainer.hooks:
                 hook.world_changed(trainer)
-        if self._stage in (_AFTER_STEP, _BEFORE_STEP, _END):  # of its calls, some ranks have made more than others
+        if self._stage in (_AFTER_STEP, _BEFORE_STEP, _END):  # some ranks have made more of its calls than others
             states, trainer.last_step, metrics, steering = self._noted[self._stage]
             trainer.metrics = dict(metrics)
             trainer.steering.take_back(steering)

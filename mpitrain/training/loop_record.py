@@ -39,12 +39,12 @@ class LoopRecord:
         """Add a row. Rank 0's numbers are written; the other ranks only show their step. Not collective.
 
         Args:
-            step: after which the numbers were measured, greater than that of the row before.
-            metrics: numbers by name, also arrays and tensors of one number. Give means over ranks, such as those of
+            step: the step after which the numbers were measured, greater than that of the previous row.
+            metrics: numbers by name, or arrays and tensors of one number. Give means over ranks, such as those of
                 `world.mean` or of `data.mean`.
 
         Raises:
-            ConfigError: a metric is no number, or has no name of its own.
+            ConfigError: a metric is not a number, or its name is not allowed.
         """
         for name, value in metrics.items():
             if not is_name(name) or name in _OWN:
@@ -53,7 +53,9 @@ class LoopRecord:
                     f"{' and '.join(_OWN)}. Give it another name"
                 )
             if not is_number(value):
-                raise ConfigError(f"{self._name}: the metric {name!r} of step {step} is {value!r:.80}; it is no number")
+                raise ConfigError(
+                    f"{self._name}: the metric {name!r} of step {step} is {value!r:.80}; it is not a number"
+                )
         activity = own_activity()
         if activity:
             activity.begin_step(int(step))
@@ -69,7 +71,7 @@ class LoopRecord:
 
     def _close(self) -> None:
         assert self._writer is not None
-        error = getattr(sys, "last_value", None)  # that has ended the script
+        error = getattr(sys, "last_value", None)  # the one that ended the script
         end = DONE if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
         with suppress(OSError):
             self._writer.describe(self._document.ended_now(end))
@@ -77,7 +79,7 @@ class LoopRecord:
 
 
 def record_loop(directory: Path | str, *, after_step: int = 0) -> LoopRecord:
-    """Begin the record of a loop of your own, in PyTorch, JAX or NumPy. Collective.
+    """Begin the record of your own training loop, in PyTorch, JAX or NumPy. Collective.
 
     Rank 0 writes `metrics.jsonl` and `run.json` into `directory`. Under `mpitrain plan` and `verify`, nothing is
     written.
@@ -88,10 +90,10 @@ def record_loop(directory: Path | str, *, after_step: int = 0) -> LoopRecord:
             record(step, loss=data.mean(loss))
 
     Args:
-        directory: is made if it is missing.
+        directory: is created if it is missing.
         after_step: the step after which a loop continues. Rows of later steps are removed; with 0 all rows.
 
     Raises:
-        DataError: the directory has a file that is no record. Raised on every rank.
+        DataError: the directory has a file that is not a record. Raised on every rank.
     """
     return LoopRecord(directory, after_step)

@@ -1,7 +1,7 @@
-"""What a record of a run measures: loss, learning rate, gradient norm, speed, exchange, memory, GPU, workers.
+"""The meters of a run's record: loss, learning rate, gradient norm, speed, exchange, memory, GPU, workers.
 
-A meter measures numbers of the steps since the last row of a record. `combine` makes one number of all ranks'. No other
-module imports NVML's bindings.
+A meter measures numbers over the steps since the last row of a record. `combine` makes one number from those of all
+ranks. No other module imports NVML's bindings.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ class Meter:
     reads_model = True
 
     def start(self, trainer: Trainer) -> str:
-        """Is called once, before the first step. Return why this rank has nothing to measure, or "" if it has."""
+        """Called once, before the first step. Return why this rank has nothing to measure; "" if it has."""
         return ""
 
     def before_row(self, trainer: Trainer) -> None:
-        """Is called before the step that ends a row, for numbers that are too expensive to measure in every step."""
+        """Called before the step that ends a row, for numbers that are too expensive to measure in every step."""
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """Is called after every step."""
+        """Called after every step."""
 
     def read(self, trainer: Trainer) -> dict[str, Reading]:
         """Return readings by name, over the steps since the last call. Leave out a name without a reading."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """Return what belongs to a checkpoint between two rows. The state is the same on every rank."""
+        """Return the state for a checkpoint between two rows. It is the same on every rank."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -148,8 +148,9 @@ class LearningRate(Meter):
 class GradientNorm(Meter):
     """`gradient_norm`: the 2-norm of the last mean gradient of the row, over all parameters and before clipping.
 
-    The optimizer measures the norm. An optimizer that clips has the norm anyway. Any other one makes an extra pass over
-    the gradient, only in the last step of a row. A skipped step has no norm, nor has a last row that ends early.
+    The optimizer measures the norm. An optimizer that clips has the norm anyway. Any other optimizer makes an extra
+    pass over the gradient, only in the last step of a row. A skipped step has no norm, and neither has a last row that
+    ends early.
     """
 
     reads_model = False
@@ -163,7 +164,7 @@ class GradientNorm(Meter):
         trainer.adapter.measure_gradient_norm()
 
     def read(self, trainer: Trainer) -> dict[str, Reading]:
-        """See Meter. The mean gradient has the same bits on every rank."""
+        """See Meter. The mean gradient is bitwise identical on every rank."""
         norm = None if self._skipped else trainer.adapter.gradient_norm()
         return {} if norm is None else {"gradient_norm": Reading(norm, over_ranks="root")}
 
@@ -172,7 +173,7 @@ class Throughput(Meter):
     """`samples_per_second` of all ranks together, `tokens_per_second` and `step_seconds`, over the steps of the row.
 
     The time includes the steps and their data, but not the hooks between them (evaluation, checkpoints). With a server
-    it includes the hooks: workers that have a job compute meanwhile.
+    it includes the hooks, because workers with a unit compute during that time.
     """
 
     reads_model = False
@@ -209,8 +210,8 @@ class Communication(Meter):
     """The cost of exchanging gradients, over the steps of the row and all ranks.
 
     `communication_share`: the share of the steps' time in which they waited for the exchange, or for a slower rank.
-    `wire_seconds`: the time that the gradients of a step were under way. `wire_hidden_share`: the share of this time
-    that was hidden behind the computation.
+    `wire_seconds`: the communication time of a step's gradients. `wire_hidden_share`: the share of this time that
+    overlapped with computation.
     """
 
     reads_model = False
@@ -223,7 +224,7 @@ class Communication(Meter):
 
     def start(self, trainer: Trainer) -> str:
         """See Meter."""
-        return "it is a server, which exchanges nothing with ranks; take Workers" if trainer.served else ""
+        return "it is a server, which exchanges nothing with ranks; use Workers" if trainer.served else ""
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Meter."""
@@ -247,7 +248,7 @@ class Communication(Meter):
 
 
 def gpu_of(trainer: Trainer) -> Any:
-    """Return CuPy's Device that the parameters are on; None if they are on the host."""
+    """Return CuPy's Device that the parameters are on; None if they are on the CPU."""
     return next((value.device for value in trainer.adapter.parameters().values() if is_device_array(value)), None)
 
 
@@ -285,8 +286,8 @@ class GpuUtilisation(Meter):
     """`gpu_utilisation`: the share of time, 0 to 1, in which a kernel ran on the GPU. Mean over the row and the ranks.
 
     NVML (nvidia-ml-py) measures the utilisation for the whole GPU. Kernels of all processes count, also those that use
-    few of the GPU's units. Ranks on the host have no reading. If all ranks are on the host, the meter prints a warning
-    at the beginning.
+    few of the GPU's units. Ranks on the CPU have no reading. If all ranks are on the CPU, the meter prints a warning at
+    the beginning.
     """
 
     reads_model = False
@@ -299,7 +300,7 @@ class GpuUtilisation(Meter):
         """See Meter."""
         gpu = gpu_of(trainer)
         if gpu is None:
-            return "it computes on the host"
+            return "it computes on the CPU"
         try:
             import pynvml
         except ImportError as error:
@@ -329,11 +330,11 @@ class GpuUtilisation(Meter):
 
 
 class Workers(Meter):
-    """`workers`: the number that is there. The others are over the updates of the row, in a job with a server.
+    """`workers`: the number of workers now. The others are over the updates of the row, in a job with a server.
 
     `waiting_share`: the share of the workers' time in which they had no unit; a wait counts when it has ended.
-    `staleness`, `largest_staleness`: of the gradients. `pulled_bytes`, `pushed_bytes`: of parameters and gradients, by
-    all workers, for each update.
+    `staleness`, `largest_staleness`: of the gradients. `pulled_bytes`, `pushed_bytes`: bytes of parameters and
+    gradients, by all workers, per update.
     """
 
     reads_model = False
@@ -344,7 +345,7 @@ class Workers(Meter):
         self._note()
 
     def _note(self) -> None:
-        """Note the numbers: the next row begins."""
+        """Note the numbers at which the next row begins."""
         workers = self._stats.workers
         self._bytes_in, self._bytes_out = self._stats.bytes_in, self._stats.bytes_out
         self._worked = sum(one.seconds for one in workers)
@@ -359,7 +360,7 @@ class Workers(Meter):
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Meter."""
         assert trainer.served is not None
-        if trainer.served.stats is not self._stats:  # the server has begun, or begun again from another state
+        if trainer.served.stats is not self._stats:  # the server has started, or restarted from another state
             self._stats = ServerStats()
             self._note()
             self._stats = trainer.served.stats

@@ -30,19 +30,19 @@ def evaluate(
     Each rank takes a contiguous part. No sample is padded or counted twice. A rank may have no samples.
 
     The sum over all calls of `metrics` is rounded once. But the batches depend on the number of ranks, and kernels may
-    round otherwise for batches of another size. With `virtual_ranks`, the batches are the same on any number of ranks,
-    and so is the result, if each rank has the same number of threads.
+    round differently for batches of another size. With `virtual_ranks`, the batches are the same on any number of
+    ranks, and so is the result, if each rank has the same number of threads.
 
     Args:
         metrics: returns the means over one batch of samples, by name.
         arrays: a tree of arrays with the samples along the first dimension, the same on every rank.
         samples_at_once: the largest number of samples that `metrics` gets in one call.
-        virtual_ranks: cut the samples into so many parts, and divide the parts among the ranks. Each call of `metrics`
-            then gets samples of one part, in new memory on the host. With fewer parts than ranks, some ranks wait.
+        virtual_ranks: cut the samples into this many parts, and divide the parts among the ranks. Each call of
+            `metrics` then gets samples of one part, in new CPU memory. With fewer parts than ranks, some ranks wait.
 
     Raises:
         MismatchError: the arrays of the ranks differ in form, shape or dtype.
-        DataError: there are no samples, the arrays differ in length, or a metric is no number.
+        DataError: there are no samples, the arrays differ in length, or a metric is not a number.
         ConfigError: `samples_at_once` or `virtual_ranks` is below 1.
     """
     for name, value in (("samples_at_once", samples_at_once), ("virtual_ranks", virtual_ranks)):
@@ -86,7 +86,7 @@ def mean_of_all(world: World, parts: Sequence[tuple[int, Metrics]]) -> dict[str,
     if not values_of_all:
         raise everywhere(DataError("there are no samples to evaluate; give data that has at least one batch"))
     total = sum(count for count, _ in values_of_all)
-    # It is rounded once, so it does not depend on how the samples were shared out.
+    # It is rounded once, so it does not depend on how the samples were divided.
     return {
         name: rounded_sum([count * float(values[name]) for count, values in values_of_all]) / total
         for name in values_of_all[0][1]
@@ -94,12 +94,12 @@ def mean_of_all(world: World, parts: Sequence[tuple[int, Metrics]]) -> dict[str,
 
 
 def is_name(name: object) -> bool:
-    """Whether a metric may have this name, which a row, a curve and a terminal show."""
+    """Whether this name is allowed for a metric: rows, curves and terminals must be able to show it."""
     return isinstance(name, str) and bool(name.strip()) and name.isprintable()
 
 
 def is_number(value: object) -> bool:
-    """Whether a metric may have this value: a number, or an array or tensor of one."""
+    """Whether this value is allowed for a metric: a number, or an array or tensor with one element."""
     if isinstance(value, str | bytes):
         return False
     try:
@@ -110,7 +110,7 @@ def is_number(value: object) -> bool:
 
 
 def _samples(arrays: Tree, samples: slice, *, is_copied: bool) -> Tree:
-    """Return these samples. A copy on the host begins at the same place of a cache line on any rank."""
+    """Return these samples. A CPU copy begins at the same place of a cache line on any rank."""
     values = (leaf[samples] for _, leaf in (plain_leaves if is_copied else leaves)(arrays))
 
     def one() -> Array:

@@ -1,4 +1,5 @@
-"""The search for the origin of NaN or infinity. It runs only after a step has failed, so good steps pay nothing."""
+"""The search for the origin of NaN or infinity. It runs only after a step has failed, so it does not slow good
+steps."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from mpitrain.world.world import World
 def located(
     world: World, error: NonFiniteError, *, step: int, batch: Tree, loss: float, parameters: Mapping[str, Array]
 ) -> NonFiniteError:
-    """Return `error`, which all ranks have, with the step and what else was not finite on which rank. Collective.
+    """Return `error`, which all ranks have, with the step and all other non-finite values added. Collective.
 
     Args:
         step: the number of the step that failed, the same on all ranks.

@@ -1,4 +1,4 @@
-"""How a Trainer is recorded for `mpitrain verify`: the recorder gets batches and means; a hook ends each line."""
+"""Recording a Trainer for `mpitrain verify`: the recorder gets batches and means; a hook ends each line."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class _Watch(Hook):
         self._alone = False
 
     def before_run(self, trainer: Trainer) -> None:
-        """See Hook. What ends the run may be of before it.
+        """See Hook. The exception that ends the run may be older than the run.
 
         Raises:
             ConfigError: the ranks have different layers. Raised on every rank.
         """
         refuse_stages(
             trainer.strategy,
-            "mpitrain verify compares the samples and parameters of all ranks with those of one, and with Pipeline "
-            "each rank has layers of its own. Use one stage for the comparison",
+            "mpitrain verify compares the samples and parameters of all ranks with those of one, but with "
+            "Pipeline the ranks have different layers. Use one stage for the comparison",
         )
         last = trainer.step_number + self._recorder.steps_left
         if trainer.last_step is not None or any(hook.ends_run for hook in trainer.hooks):

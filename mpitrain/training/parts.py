@@ -1,4 +1,4 @@
-"""The parts of a Trainer in one World, and how their state passes to the parts for the next World."""
+"""The parts of a Trainer in one World, and the transfer of their state to the parts for the next World."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Parts:
 
     Attributes:
         adapter: the model with its optimizer, such as ArrayFunction or TorchModule.
-        strategy: what the ranks exchange, such as Sync.
+        strategy: decides what the ranks exchange, such as Sync.
         data: this rank's batches, such as ArrayData.
     """
 
@@ -63,7 +63,7 @@ class Built:
         self._is_whole = False
 
     def begin(self, world: World) -> Parts:
-        """Make parts for a World, and let the strategy begin. Collective."""
+        """Make parts for a World, and call `begin` of the strategy. Collective."""
         self._is_whole = False
         with memory_explained():
             self.parts = parts = self._build(world)
@@ -96,10 +96,10 @@ class Built:
         parts.adapter.restore(state["adapter"])
 
     def restore_own(self, world: World, own: dict[str, Any]) -> None:
-        """Continue from what `own_state` of the strategy gave on this rank, in this World or another one. Collective.
+        """Continue from this rank's result of the strategy's `own_state`, in this World or another one. Collective.
 
-        If the ranks are placed as they were then, everything stays with its rank. Otherwise it goes into the means of
-        the next step.
+        If the placement of the ranks is unchanged, each rank keeps its state. Otherwise it goes into the means of the
+        next step.
         """
         assert self.parts is not None
         strategy = self.parts.strategy
@@ -111,8 +111,8 @@ class Built:
         strategy.restore_own(own)
 
     def close(self) -> None:
-        """Give back communicators, threads and memory. Collective, except in a broken World."""
-        if self.parts is None or not self._is_whole:  # not whole: a rank was lost while the parts were made
+        """Free communicators, threads and memory. Collective, except in a broken World."""
+        if self.parts is None or not self._is_whole:  # incomplete: a rank was lost while the parts were made
             return
         self.parts.strategy.close()
         if hasattr(self.parts.data, "close"):  # Prefetch has a thread

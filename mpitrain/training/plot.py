@@ -1,4 +1,4 @@
-"""The picture of a run. The only module of training that imports matplotlib."""
+"""Plots of runs. The only module of training that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from mpitrain.training.writers.writer import OUTER_STEPS
 # The position of a row in the run; these names are not drawn as curves. The last two are drawn as vertical lines.
 _PLACES = {"step", "epoch", "samples", "seconds", "copy_steps", OUTER_STEPS, RESUMED_AFTER}
 _SHARE, _SHARE_OF_WORKERS = "communication_share", "waiting_share"
-# The colours of the lines of events, by RunEvent.source, and what the legend says.
+# The colours of the lines of events, by RunEvent.source, and their texts in the legend.
 _COLORS = {"ranks": "tab:red", "memory": "tab:purple", "disk": "tab:brown", "auto": "tab:green", "told": "tab:blue"}
 _OTHER_COLOR = "tab:gray"  # of an event of a newer mpitrain
 _SAID = {"auto": "changed by itself", "told": "told"}
 MOST_TEXTS = 8  # of events, in the picture
+_MOST_LETTERS = 40  # of a text, beside its line
 FORMATS = (".png", ".svg", ".pdf")
 _STYLES = ("-", "--", ":", "-.")  # of the metrics in a panel, where each run has a colour
 _OWN_COLORS = 10  # of Matplotlib
@@ -29,7 +30,7 @@ _MOST_OUTER_STEPS = 40  # more lines would hide the curves
 
 @dataclass(frozen=True)
 class PlottedRun:
-    """What is drawn of a run.
+    """The data of a run to be drawn.
 
     Attributes:
         name: in the legend.
@@ -45,13 +46,13 @@ class PlottedRun:
 def plot(path: Path, runs: Sequence[PlottedRun], title: str, metrics: Sequence[str] = ()) -> None:
     """Plot loss, throughput, the share of waiting and every other metric over the steps.
 
-    Of one run, a dashed line marks each step after which it resumed, and after which the training continued after a
-    fault. The last `MOST_TEXTS` events have their texts. A dotted line marks each row with outer steps, unless there
-    are too many. Of several runs, each has a colour in all panels.
+    For a single run, a dashed line marks each step after which it resumed, or after which the training continued after
+    a fault. The last `MOST_TEXTS` events are labelled. A dotted line marks each row with outer steps, unless there are
+    too many. If there are several runs, each has one colour in all panels.
 
     Args:
         path: the file of the picture, whose ending is one of `FORMATS`; it is overwritten.
-        runs: one or more. The picture names those of the first three metrics that they lack.
+        runs: one or more. The picture names which of the first three metrics they lack.
         title: the text above the picture.
         metrics: only these; empty: all.
 
@@ -89,7 +90,7 @@ def plot(path: Path, runs: Sequence[PlottedRun], title: str, metrics: Sequence[s
         if is_empty:
             axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center")
         elif len(axes.get_legend_handles_labels()[0]) > (len(runs) == 1):
-            # Above the axes, where no curve is.
+            # Above the axes, where there are no curves.
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize="small")
         axes.tick_params(labelbottom=True)
     for axes in places[len(panels) :]:
@@ -108,7 +109,7 @@ def metrics_of(rows: Iterable[Mapping[str, float]]) -> list[str]:
 
 
 def _panels(rows: Sequence[Mapping[str, float]], metrics: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names that are drawn together, by the label of their axis.
+    """Return the metrics that share a panel, by the label of its axis.
 
     A metric of an evaluation shares the panel of the same metric in training, to compare "test loss" with "loss".
     """
@@ -130,7 +131,7 @@ def _panels(rows: Sequence[Mapping[str, float]], metrics: Sequence[str]) -> dict
 
 
 def _outer_steps(rows: Sequence[Mapping[str, float]]) -> list[float]:
-    """Return the steps of the rows in which outer steps were made. A run that resumes counts them anew."""
+    """Return the steps of the rows with outer steps. A run that resumes counts them from 0."""
     counts = [row.get(OUTER_STEPS, 0.0) for row in rows]
     return [
         row["step"]
@@ -140,7 +141,7 @@ def _outer_steps(rows: Sequence[Mapping[str, float]]) -> list[float]:
 
 
 def _mark(axes: Any, events: Sequence[RunEvent], *, has_texts: bool) -> None:
-    """A line for each event. The legend counts the events of each source."""
+    """Draw a line for each event. The legend counts the events of each source."""
     known = [source for source in _COLORS if any(event.source == source for event in events)]
     for source in dict.fromkeys([*known, *(event.source for event in events)]):
         steps = [event.after_step for event in events if event.source == source]
@@ -151,13 +152,20 @@ def _mark(axes: Any, events: Sequence[RunEvent], *, has_texts: bool) -> None:
     for event in events[-MOST_TEXTS:] if has_texts else ():
         text = _literal(f" {event.text}" if event.source in _SAID else f" {event.text}, {event.seconds:.2g} s")
         place = {"xycoords": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "bottom"}
+        ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}  # to be read on curves
+        color = _COLORS.get(event.source, _OTHER_COLOR)
         axes.annotate(
-            text, (event.after_step, 0), fontsize="xx-small", color=_COLORS.get(event.source, _OTHER_COLOR), **place
+            text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…",
+            (event.after_step, 0),
+            fontsize="x-small",
+            color=color,
+            bbox=ground,
+            **place,
         )
 
 
 def _mark_steps(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
-    """A line where a run has resumed, and where it has made outer steps."""
+    """Draw a line where a run has resumed, and where it has made outer steps."""
     resumed, outer = [row[RESUMED_AFTER] for row in rows if RESUMED_AFTER in row], _outer_steps(rows)
     for step in resumed:
         label_once = "resumed" if step == resumed[0] else None
@@ -168,10 +176,21 @@ def _mark_steps(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
 
 
 def _draw_one(axes: Any, run: PlottedRun, names: Sequence[str]) -> bool:
-    """Draw the metrics of a run. Return whether there was one."""
+    """Draw the metrics of a run. Return whether there was one.
+
+    Those of the training have a colour in all panels, and those of each evaluation another one.
+    """
+    sources = list(dict.fromkeys(_source(name) for name in metrics_of(run.rows)))
     for name in names:
-        _draw(axes, run.rows, name, label=_literal(name.replace("_", " ")))
+        if _source(name) in sources:
+            color = f"C{sources.index(_source(name))}"
+            _draw(axes, run.rows, name, color=color, label=_literal(name.replace("_", " ")))
     return bool(axes.lines)
+
+
+def _source(name: str) -> str:
+    """Return of what a metric is: "test" of "test loss"; "" of the training."""
+    return name.rpartition(" ")[0]
 
 
 def _draw_all(axes: Any, runs: Sequence[PlottedRun], names: Sequence[str]) -> bool:
@@ -191,7 +210,7 @@ def _draw(axes: Any, rows: Sequence[Mapping[str, float]], name: str, **how: Any)
 
 
 def _colors(count: int) -> list[Any]:
-    """So many colours that differ: Matplotlib's own ten, or as many of a band of colours."""
+    """Return distinct colours: Matplotlib's own ten, or more from a colour map."""
     if count <= _OWN_COLORS:
         return [f"C{number}" for number in range(count)]
     from matplotlib import colormaps
@@ -200,5 +219,5 @@ def _colors(count: int) -> list[Any]:
 
 
 def _literal(text: str) -> str:
-    """The text as it is: Matplotlib takes what is between dollars for mathematics, and refuses lone surrogates."""
+    """Return the text escaped: Matplotlib renders text between dollars as mathematics, and refuses lone surrogates."""
     return text.encode(errors="replace").decode().replace("$", r"\$")

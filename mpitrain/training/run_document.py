@@ -1,4 +1,5 @@
-"""What a record says of its run besides the rows: what was started, where, with which code, and how it ended."""
+"""The description of a run in its record, besides the rows: what was started, where, with which code, and how it
+ended."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ VERSION = 1
 MOST_BYTES = 1 << 20  # a document has some 10 KiB
 # How a run ended, if no error ended it. LEFT: its job continues with it in another attempt.
 DONE, LEFT = "done", "left"
-_GIT_SECONDS = 5.0  # a work tree may be on a slow share, and all ranks wait
+_GIT_SECONDS = 5.0  # a work tree may be on a slow shared folder, and all ranks wait
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,19 @@ class RunDocument:
         strategy: the name of the strategy's class.
         settings: the settings that differ from their defaults, by name (mpitrain.config.Config).
         python, packages: the version of Python and of every installed package.
-        commit: of the git work tree that the script is in; "": there is none, or git cannot tell.
-        is_changed: files that git knows have changed since the commit.
-        process: names the process of rank 0 for good: its host, its number, and when the kernel started it
+        commit: of the git work tree that contains the script; "": there is none, or git fails.
+        is_changed: files tracked by git have changed since the commit.
+        process: identifies the process of rank 0 uniquely: its host, its number, and when the kernel started it
             (roster.launcher_pid tells whether it is alive).
         after_step: the step after which this job continued; 0: it began the training.
         first_started: when the training began. A training that resumes keeps this value.
         started: when this job began with its part of the training.
         ended: when it ended; None: it has not, or it was killed.
         end: DONE, LEFT, or the error that ended the run, in a line; "": it has not ended.
-        checkpoints: the folders in which Checkpoint saves, with their whole paths on the host of rank 0.
+        checkpoints: the absolute paths, on the host of rank 0, of the folders in which Checkpoint saves.
         steps: the number of the last step that the run was to make; 0: it was not known.
-        orders: what the training was told and no row has yet, as RunEvent.plain. A row may have some of them since.
-        version: of this form.
+        orders: the commands that no row had yet, as RunEvent.plain. A later row may have some of them.
+        version: of this format.
     """
 
     job: str
@@ -75,7 +76,7 @@ class RunDocument:
     started: float
     ended: float | None = None
     end: str = ""
-    checkpoints: list[str] = field(default_factory=list)  # a document of an older mpitrain has none
+    checkpoints: list[str] = field(default_factory=list)  # missing in a document of an older mpitrain
     steps: int = 0
     orders: list[dict[str, Any]] = field(default_factory=list)
     version: int = VERSION
@@ -89,7 +90,7 @@ class RunDocument:
         return dataclasses.replace(self, ended=time.time(), end=end)
 
     def orders_without(self, events: Iterable[RunEvent]) -> list[RunEvent]:
-        """Return the orders that are not among the events of the rows. Those that cannot be read are left out."""
+        """Return the commands that are not among the events of the rows, without unreadable ones."""
         known, orders = list(events), []
         for fields in self.orders:
             with suppress(ValueError, TypeError, KeyError):
@@ -130,7 +131,7 @@ def document_of(world: World, strategy: str, after_step: int, checkpoints: Itera
 
 
 def read_document(path: Path) -> RunDocument:
-    """Return what a `run.json` says.
+    """Read a `run.json`.
 
     Raises:
         DataError: the file cannot be read, is not such a document, or is one of a newer version.
@@ -146,7 +147,7 @@ def read_document(path: Path) -> RunDocument:
 
 
 def _commit(folder: Path) -> tuple[str, bool]:
-    """Return the commit that the work tree around `folder` has, and whether files have changed since."""
+    """Return the commit of the work tree around `folder`, and whether files have changed since."""
     words = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # the index may be another user's
     try:

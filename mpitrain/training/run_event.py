@@ -1,4 +1,4 @@
-"""RunEvent: a fault or a change of hosts did not end the training, or it was told something, or chose another way."""
+"""RunEvent: a fault or a change of hosts that did not end the training, a command, or a change of configuration."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from mpitrain.typed import made
 
 @dataclass(frozen=True)
 class RunEvent:
-    """The training has gone on after a fault, a change of hosts, an order, or a choice of its own.
+    """The training has continued after a fault, a change of hosts, a command, or its own choice of a configuration.
 
     The ranks agree on all but `seconds`.
 
     Attributes:
         after_step: the number of the last step that counts. The training continued with the next one.
         text: what had happened, as in "rank 2 on lab1 was lost", "lab2 leaves" or "the training is paused".
-        source: where parameters, optimizer and position in the data came from: the ranks that were left, a copy in
-            memory, or a checkpoint on a disk. "told": they are the same, and `mpitrain tell` had told it something.
-            "auto": they are the same, and the strategy has changed how gradients travel. A newer mpitrain may have
-            another word.
+        source: where parameters, optimizer and position in the data came from: the remaining ranks, an in-memory
+            checkpoint, or a checkpoint on disk. "told": they are unchanged, and there was a command of `mpitrain tell`.
+            "auto": they are unchanged, and the strategy has changed how gradients travel. A newer mpitrain may have
+            other words.
         lost_ranks: the ranks that were lost, by their numbers in the job.
         num_ranks: the number of ranks that continued.
-        seconds: from the moment in which the fault was noticed, or the ranks stopped for the change, until the training
-            was ready for the next step. For the end of a pause, how long the pause was. 0 for other orders and
-            choices.
-        repeated_steps: the number of steps that had counted and were made again.
-        teller: for an order, who gave it, such as "ada on lab1".
-        at: for an order, when that was, in seconds since the epoch.
+        seconds: from when the fault was noticed, or the ranks stopped for the change, until the training was ready for
+            the next step. For the end of a pause: the length of the pause. 0 for other commands and choices.
+        repeated_steps: the number of completed steps that were repeated.
+        teller: for a command, who gave it, such as "ada on lab1".
+        at: for a command, when it was given, in seconds since the epoch.
     """
 
     after_step: int
@@ -44,7 +43,7 @@ class RunEvent:
     at: float = 0.0
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields, as JSON can hold them; `teller` and `at` only for an order."""
+        """Return the fields as JSON values; `teller` and `at` only for a command."""
         fields = {**dataclasses.asdict(self), "lost_ranks": list(self.lost_ranks)}
         left_out = () if self.teller else ("teller", "at")
         return {name: value for name, value in fields.items() if name not in left_out}

@@ -1,12 +1,12 @@
-"""What somebody tells a training while it runs: `mpitrain tell`, on the ranks.
+"""Commands to a running training: `mpitrain tell`, on the ranks.
 
     launcher ─> agents ─> record of each rank ─> vote of a step: has any rank heard of an order? ─> all obey after it
     (launch/orders.py)                                                                               │
     launcher <─ agents <─ record of each rank <── what became of it ─────────────────────────────────┘
 
-The vote (reducer/vote.py) carries the number of the newest order anyway, so a step without an order costs no message.
-What lasts is part of the state of the training. After a restart, orders that the state does not have yet are applied
-after the same steps as before.
+The vote (reducer/vote.py) carries the number of the newest command anyway, so a step without a command costs no
+message. Lasting effects are part of the state of the training. After a restart, commands that are not in the state yet
+are applied after the same steps as before.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _MOST = 8
 
 
 class Outcomes:
-    """The newest outcomes, whichever run of the script had the orders.
+    """The outcomes of the newest commands, over all runs of the script.
 
     Attributes:
-        newest: number, run, step, whether the order was applied, and words. The oldest comes first.
-        num_heard: the number of the newest order that a run has obeyed, or that none will obey.
+        newest: number, run, step, whether the command was applied, and a text. The oldest comes first.
+        num_heard: the number of the newest command that a run has obeyed, or that none will obey.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class Outcomes:
         self.num_heard = 0
 
     def note(self, number: int, run: int, step: int, is_applied: bool, words: str) -> None:
-        """Note what became of an order."""
+        """Note the outcome of a command."""
         self.newest = [*self.newest[1 - _MOST :], (number, run, step, is_applied, words)]
 
     def beside(self, facts: Mapping[str, Any]) -> str:
-        """Return the facts and as many of the newest outcomes as find room in the record of a rank, as JSON."""
+        """Return, as JSON, the facts and as many of the newest outcomes as fit into the record of a rank."""
         text = ""
         for first in range(max(1, len(self.newest))):
             text = json.dumps({**facts, "outcomes": self.newest[first:]})
@@ -69,7 +69,7 @@ class Outcomes:
 OUTCOMES = Outcomes()
 
 
-# All ranks look together, which is a message of 40 bytes each.
+# All ranks look at the same time, which costs a message of 40 bytes each.
 _LOOK_SECONDS = 0.25
 _NAP_SECONDS = 0.02
 
@@ -77,18 +77,19 @@ _NAP_SECONDS = 0.02
 def wait_in_pause(trainer: Trainer, copies: StateCopies, obey: Callable[[int], None]) -> int:
     """Wait while the training is paused. Collective.
 
-    Nobody waits for another rank here, so the wait is not reported. A rank that does not come to a look is.
+    No rank waits for another one here, so the wait is not reported. A rank that misses a common look is.
 
     Args:
         trainer: is between two steps.
-        copies: of its run. They are made anew after an order that lasts, and if the ranks are to leave.
-        obey: applies orders, after the number of them that a rank has heard of.
+        copies: the in-memory checkpoints of its run. New ones are made after a command with a lasting effect, and
+            before the ranks leave.
+        obey: applies commands, given the number of commands that a rank has heard of.
 
-    Return what the launcher wishes, as StateCopies.after_step does.
+    Return the launcher's request, as StateCopies.after_step does.
     """
     world, steering, activity = trainer.world, trainer.steering, own_activity()
     words = f"a pause {steering.words.removeprefix('paused ')}"
-    steering.paused_since = time.monotonic()  # what the hooks have done since the order is no pause
+    steering.paused_since = time.monotonic()  # the hooks' work since the command is not a pause
     entry = activity.begin(BUSY, words, time.monotonic()) if activity else None
     try:
         while steering.pause:
@@ -114,7 +115,7 @@ _MOST_OUTCOME_CHARACTERS = 400
 
 
 class Steering:
-    """What one Trainer has been told. All ranks make the same calls.
+    """The commands to one Trainer. All ranks make the same calls.
 
     Attributes:
         rate_factor: the learning rate of each step is multiplied by this number.
@@ -122,7 +123,7 @@ class Steering:
             while it trains.
         saves: a save of this step was requested. The code that saves it sets this to False.
         has_news: the state or the record has changed. The code that copies the state sets this to False.
-        num_heard: the number of the newest order that all ranks have obeyed.
+        num_heard: the number of the newest command that all ranks have obeyed.
     """
 
     def __init__(self) -> None:
@@ -130,16 +131,16 @@ class Steering:
         self.pause: dict[str, Any] = {}
         self.saves = self.has_news = False
         self.num_heard = 0
-        self._last = ("", 0)  # the launcher and the number of the last order that the state has
-        self._replayed: Sequence[TrainingOrder] = ()  # of attempts before
+        self._last = ("", 0)  # the launcher and the number of the last command in the state
+        self._replayed: Sequence[TrainingOrder] = ()  # of earlier attempts
         self._replayed_until = 0
-        # The orders of this launcher, or why one cannot be read. Another rank may lack the last.
+        # The commands of this launcher, or why one cannot be read. Another rank may not have the last ones yet.
         self._known: dict[int, TrainingOrder | str] = {}
         self._run = 0
         self.paused_since = 0.0
 
     def begin(self, trainer: Trainer, run: int) -> None:
-        """The run with this number begins, and the state is restored. Collective.
+        """Called when the run with this number begins and the state is restored. Collective.
 
         Raises:
             MismatchError: the ranks have declared other tunable values.
@@ -148,7 +149,7 @@ class Steering:
         world, self._run, activity = trainer.world, run, own_activity()
         number = activity.order_number if activity else 0
         there = world.agree("compare the tunable values", TUNABLES.lines(), detail=number)["detail"]
-        if run > 1:  # those that are there were given to the runs before
+        if run > 1:  # existing commands were given to earlier runs
             self._pass_over(int(there.max()))
         if trainer.served and self.rate_factor != 1.0:
             raise everywhere(
@@ -174,11 +175,12 @@ class Steering:
         self.publish(trainer)
 
     def is_due(self, step: int, heard: int) -> bool:
-        """True if there is something to obey after this step, where a rank has heard of that many orders."""
+        """True if there is a command to obey after this step; `heard` is the number of commands that a rank has heard
+        of."""
         return heard > self.num_heard or step <= self._replayed_until
 
     def obey(self, trainer: Trainer, heard: int, step: Step | None = None) -> None:
-        """Apply the orders that are due. Collective, between two steps.
+        """Apply the commands that are due. Collective, between two steps.
 
         Args:
             trainer: the one that is told.
@@ -192,7 +194,7 @@ class Steering:
             if (order.after_step or 0) <= trainer.step_number:
                 if not self._has(order):
                     self._apply(trainer, order, step)
-                elif order.kind == "stop":  # that the run has ended is no part of the state
+                elif order.kind == "stop":  # the end of the run is not part of the state
                     self._end_run(trainer)
         if heard > self.num_heard and trainer.step_number >= self._replayed_until:  # in the order in which they came
             for order in self._gather(trainer):
@@ -200,7 +202,7 @@ class Steering:
         self.publish(trainer)
 
     def _gather(self, trainer: Trainer) -> list[TrainingOrder]:
-        """The orders that are new, in order. A rank may not have heard of one yet, or be lost after it has.
+        """The new commands, in order. A rank may not have heard of one yet, or may be lost after it has.
 
         One that no rank can read is refused.
         """
@@ -228,7 +230,7 @@ class Steering:
         return [order for order in orders if isinstance(order, TrainingOrder)]
 
     def _pass_over(self, number: int) -> None:
-        """Orders up to this number were for runs before. Those that none of them has obeyed are refused."""
+        """Commands up to this number were for earlier runs. Those that no run has obeyed are refused."""
         for missed in range(OUTCOMES.num_heard + 1, number + 1):
             OUTCOMES.note(missed, self._run, 0, False, "the run of its Trainer has ended")
         self.num_heard = max(self.num_heard, number)
@@ -240,7 +242,7 @@ class Steering:
 
     def _apply(self, trainer: Trainer, order: TrainingOrder, step: Step | None) -> None:
         run, number = self._run, trainer.step_number
-        if self._has(order) and order.kind != "stop":  # the launcher has not heard of it, because a rank failed
+        if self._has(order) and order.kind != "stop":  # the launcher does not know this, because a rank failed
             OUTCOMES.note(order.number, run, number, True, "it was applied before a restart")
             return
         seconds = time.monotonic() - self.paused_since if order.kind in ("resume", "stop") and self.pause else 0.0
@@ -258,7 +260,7 @@ class Steering:
         OUTCOMES.note(*outcome)
 
     def _do(self, trainer: Trainer, order: TrainingOrder, step: Step | None) -> str:
-        """Carry out a command, and return what was done. Raises ConfigError, on all ranks alike, if it cannot be."""
+        """Carry out a command, and describe what was done. Raises ConfigError, on every rank, if that is impossible."""
         if order.kind == "rate":
             factor = checked_factor(order.value)
             product = self.rate_factor * factor
@@ -267,7 +269,7 @@ class Steering:
                     f"the learning rate is multiplied by {self.rate_factor:g} now, and with {order.value} by "
                     f"{product}; allowed is a finite number above 0"
                 )
-            scaled_of(trainer.adapter).scale_next_rate(1.0)  # a step that was skipped has left its factor there
+            scaled_of(trainer.adapter).scale_next_rate(1.0)  # a skipped step has left its factor there
             self.rate_factor = product
             return f"the learning rate is multiplied by {factor:g}, so by {product:g} in all"
         if order.kind == "set":
@@ -298,12 +300,13 @@ class Steering:
         return "the run ends, and is saved"
 
     def _end_run(self, trainer: Trainer) -> None:
-        self.saves = True  # also where it was told before: the save may have been lost
+        self.saves = True  # also if it was requested before: the save may have been lost
         trainer.last_step = trainer.step_number
         self.pause = {}
 
     def paused_step(self) -> Step | None:
-        """The step after which the training is paused, as far as a checkpoint needs it; None: it is not known."""
+        """The step after which the training is paused, with the fields that a checkpoint needs; None: it is not
+        known."""
         if "loss" not in self.pause:
             return None
         number, loss, rate = (self.pause[name] for name in ("after_step", "loss", "learning_rate"))
@@ -311,12 +314,12 @@ class Steering:
 
     @property
     def words(self) -> str:
-        """Who has paused the training, and when."""
+        """A text: who paused the training, and when."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.pause["at"]))
         return f"paused by {self.pause['teller']} on {when}, after step {self.pause['after_step']}"
 
     def publish(self, trainer: Trainer) -> None:
-        """Publish what this training can be told, and what became of the newest orders."""
+        """Publish the commands that this training accepts, and the outcomes of the newest commands."""
         if activity := own_activity():
             facts = {
                 "run": self._run,
@@ -329,22 +332,22 @@ class Steering:
             activity.steer(OUTCOMES.beside(facts))
 
     def end(self) -> None:
-        """Publish that the run is over, and what became of the newest orders."""
+        """Publish that the run is over, and the outcomes of the newest commands."""
         TUNABLES.changed = lambda: None
         if activity := own_activity():
             activity.steer(OUTCOMES.beside({"run": 0}))
 
     def note(self) -> dict[str, Any]:
-        """Return all that `take_back` needs to obey again what was obeyed since, if a rank is lost."""
+        """Return what `take_back` needs so that commands since then can be obeyed again if a rank is lost."""
         return {"state": self.state(), "num_heard": self.num_heard, "saves": self.saves}
 
     def take_back(self, noted: Mapping[str, Any]) -> None:
-        """Go back to what `note` has returned."""
+        """Return to the state that `note` returned."""
         self.restore(noted["state"])
         self.num_heard, self.saves = noted["num_heard"], noted["saves"]
 
     def state(self) -> dict[str, Any]:
-        """Return what belongs to a checkpoint; {} if nobody has told anything, also no Trainer before."""
+        """Return the state for a checkpoint; {} if neither this nor an earlier Trainer has received a command."""
         of, number = self._last
         tunables = TUNABLES.told()
         if not of and not tunables:
@@ -367,23 +370,23 @@ class Steering:
 
 
 def _replayed(world: World, text: str) -> list[TrainingOrder]:
-    """Return what earlier attempts were told, from JSON.
+    """Return the commands to earlier attempts, from JSON.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the text is malformed.
     """
     try:
         content = json_of(f'{{"orders": {text}}}', ValueError, "the text")
         return [TrainingOrder.of_plain(fields) for fields in fitting(content["orders"], list[dict[str, Any]], "orders")]
     except ValueError as error:
-        raise ConfigError(f"{world.name()}: what earlier attempts were told cannot be read: {error}") from None
+        raise ConfigError(f"{world.name()}: the commands to earlier attempts cannot be read: {error}") from None
 
 
 def checked_factor(text: str) -> float:
-    """Return the factor of a learning rate in what a user has typed: "0.5" or "0.5x".
+    """Return the learning-rate factor that a user typed: "0.5" or "0.5x".
 
     Raises:
-        ConfigError: it is no finite number above 0.
+        ConfigError: it is not a finite number above 0.
     """
     try:
         factor = float(text.removesuffix("x"))

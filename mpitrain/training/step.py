@@ -39,5 +39,5 @@ class Step:
 
 
 def unmade(number: int) -> Step:
-    """Return the step of this number that an earlier try has made. Only its number is known."""
+    """Return a step with this number that an earlier attempt made. Only its number is known."""
     return Step(number, math.nan, 0.0, math.nan, 0.0, Overlap(0.0, 0.0, 0.0))

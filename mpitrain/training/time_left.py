@@ -1,23 +1,23 @@
-"""How long the steps of a run that are left take."""
+"""The time that the remaining steps of a run take."""
 
 from __future__ import annotations
 
-_LEAST_SECONDS = 30.0  # of the steps whose mean counts, as soon as a run has lasted so long
+_LEAST_SECONDS = 30.0  # over which the mean is taken, once a run has lasted that long
 
 
 class TimeLeft:
-    """By the mean over the last half of the run, or more, of a step with all that hooks do after it.
+    """Uses the mean time of a step, with the hooks after it, over the last half of the run or more.
 
     Times are of time.perf_counter().
     """
 
     def __init__(self, step: int, now: float) -> None:
-        """A run begins behind this step, or continues there in another World."""
+        """A run begins after this step, or continues there in another World."""
         self._begun = self._since = self._next = self._first = (now, step)
         self._num_made = 0
 
     def add(self, step: int, now: float) -> None:
-        """A step was made. The first one also compiles and reads, so it counts only while it is alone."""
+        """Note a completed step. The first one also compiles and reads, so it counts only until there is another."""
         self._num_made += 1
         if self._num_made == 1:
             self._first = now, step
@@ -27,7 +27,7 @@ class TimeLeft:
             self._since, self._next = self._next, (now, step)
 
     def leave_out(self, seconds: float) -> None:
-        """Do not count a pause of so many seconds, which has just ended."""
+        """Do not count a pause of this length, which has just ended."""
         marks = (self._begun, self._since, self._next, self._first)
         self._begun, self._since, self._next, self._first = ((at + seconds, step) for at, step in marks)
 

@@ -1,4 +1,4 @@
-"""Trainer only loops. `build` says what is trained, on which data, and how the ranks work together."""
+"""Trainer is the loop. `build` defines the model, the data, and how the ranks work together."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Trainer:
         served: the strategy, in a job with servers; else None.
         step_number: the number of steps made so far, including those before a resume.
         last_step: the number of the step to stop after. None while no hook has set it.
-        memory_step: the step after which this run continued from an in-memory checkpoint. 0: it did not.
-        copy_steps: the number of steps from one in-memory checkpoint to the next. 0: there are no copies.
+        memory_step: the step after which this run resumed from an in-memory checkpoint. 0: it did not.
+        copy_steps: the number of steps from one in-memory checkpoint to the next. 0: there are none.
         times_own_work: a hook or meter asks for `Step.own_seconds`. On a GPU a step then waits for its gradients
             before it continues with their exchange.
         hooks: as given.
-        metrics: what hooks have given to `report` for the last step, by name.
-        steering: what somebody has told this training with `mpitrain tell`.
-        order_number: the number of the newest order that a rank has heard of, the same on all ranks.
+        metrics: the metrics that hooks reported for the last step, by name.
+        steering: the commands to this training by `mpitrain tell`.
+        order_number: the number of the newest command that a rank has heard of, the same on all ranks.
     """
 
     def __init__(self, build: Callable[[World], Parts], hooks: Sequence[Hook] = (), world: World | None = None) -> None:
@@ -69,7 +69,7 @@ class Trainer:
         self.memory_step = 0
         self.copy_steps = 0
         self.times_own_work = False
-        self._updated = 0.0  # when a server has made its last update
+        self._updated = 0.0  # when a server made its last update
         self.metrics: dict[str, float] = {}
         self.steering = Steering()
         self.order_number = 0
@@ -91,12 +91,12 @@ class Trainer:
         self._virtual_passes = parts.strategy.passes(parts.adapter, parts.data)
 
     def begin_steps(self) -> None:
-        """Take note that the next step is the first one of a run, or in a World."""
+        """Note that the next step is the first one of a run, or in a World."""
         self._time_left = TimeLeft(self.step_number, time.perf_counter())
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the steps up to `last_step` take, by the mean over the last half of the run, or more.
+        """The time for the steps up to `last_step`, from the mean over the last half of the run or more.
 
         None: it is not known.
         """
@@ -107,25 +107,24 @@ class Trainer:
         cursor.
 
         Collective over both Worlds, between two steps. A hook may call `rebuild` in `after_step`. The old parts are
-        closed. `build` makes new parts, which get the training state of the old ones. The hooks stay, and
-        `world_changed` tells each of them. The old World still belongs to the caller: free it, or keep it for other
-        things.
+        closed. `build` makes new parts, which get the training state of the old ones. The hooks are kept, and
+        `world_changed` of each is called. The old World still belongs to the caller, who may free it or keep using it.
 
         Args:
-            world: the World to continue in. If the ranks are placed as before, the error-feedback residual stays
-                with its rank. Otherwise it goes into the means of the next step.
+            world: the World to continue in. If the placement of the ranks is unchanged, the error-feedback residual
+                stays with its rank. Otherwise it goes into the means of the next step.
 
         Raises:
             CheckpointError: `build` has made a different model or data set than before.
-            ConfigError: the job has servers; each of its processes has a World of its own. Nothing has changed.
+            ConfigError: the job has servers, where each process has its own World. Nothing has changed.
         """
         if self.served:
             raise ConfigError(
                 f"{world.name()}: a Trainer in a job with servers cannot continue in another World; workers come and "
                 "go without that. Leave rebuild() out, or train without servers"
             )
-        # Copies, because `build` may make the next parts of the same arrays. `own` comes first: what is under way
-        # arrives, and belongs to the state.
+        # Copies, because `build` may make the next parts of the same arrays. `own` comes first: it waits for exchanges
+        # under way, whose results belong to the state.
         own = host_copy(self.strategy.own_state())
         state = host_copy(self._built.state())
         self._built.close()
@@ -137,7 +136,7 @@ class Trainer:
                 hook.world_changed(self)
 
     def close(self) -> None:
-        """Give back the communicators, threads and memory of the parts. Collective. No step can follow.
+        """Free the communicators, threads and memory of the parts. Collective. No step can follow.
 
         A program that trains once need not call `close`. A program that makes Trainers in a loop must, because MPI
         has a limited number of communicators.
@@ -149,12 +148,12 @@ class Trainer:
 
         In a job with servers, a server makes the steps, from the gradients of its workers, and calls the hooks. In a
         worker, `run` calls no hook. It computes gradients until the server's run is over, and then ends the process
-        with exit code 0. So what follows in the script is done by the server alone. Of several servers, the first one
+        with exit code 0. So only the server runs the rest of the script. If there are several servers, the first one
         does this; the others end as workers do.
 
-        With `mpitrain run --recover`, the ranks that are left continue where a rank is lost, in a World without it,
-        with what `build` makes for that World. They make the step again that was not finished. Hooks may be called
-        twice around it.
+        With `mpitrain run --recover`, the remaining ranks continue after the loss of a rank, in a World without it,
+        with new parts that `build` makes for that World. They repeat the unfinished step. Hooks may be called twice
+        around it.
 
         Raises:
             ConfigError: no hook ends the run.
@@ -164,14 +163,14 @@ class Trainer:
         self._course.run()
 
     def report(self, metrics: Mapping[str, float]) -> None:
-        """Give metrics of the last step to the hooks that follow. Every rank must make the same call.
+        """Report metrics of the last step to the hooks that follow. Every rank must make the same call.
 
         Args:
-            metrics: numbers by name, the same on every rank; also arrays and tensors of one number.
+            metrics: numbers by name, the same on every rank; arrays and tensors of one number are also allowed.
 
         Raises:
             ConfigError: another hook has reported the name, the name is empty or does not fit in one line, or a value
-                is no number. Raised on every rank.
+                is not a number. Raised on every rank.
         """
         for name, value in metrics.items():
             if name in self.metrics or not is_name(name):
@@ -193,7 +192,7 @@ class Trainer:
             self._activity.report(metrics)
 
     def tell(self, event: RunEvent) -> None:
-        """Tell the hooks that the training has gone on after a fault or an order. Every rank makes the same call."""
+        """Tell the hooks that the training has continued after a fault or a command. Every rank makes the same call."""
         if event.source == "told":
             self._time_left.leave_out(event.seconds)
         for hook in self.hooks:
@@ -203,16 +202,16 @@ class Trainer:
         """Make one step: batch, gradients, exchange, update.
 
         Raises:
-            LostRankError: a rank has been lost. Only `run` continues behind that.
-            CheckpointError: too few hosts are left, and this attempt only saves: only `run` can.
+            LostRankError: a rank has been lost. Only `run` can continue after that.
+            CheckpointError: too few hosts are left, so this attempt only saves, which only `run` can do.
             GradientError: as for `run`. For NaN and infinity, the error names rank, parameter and step, and says
                 whether loss, batch and parameters were finite on all ranks.
         """
         if self.world.context.saves:
             raise everywhere(
                 CheckpointError(
-                    f"{self.world.name()}: this attempt only saves what the attempts before have reached, and makes no "
-                    "step; only Trainer.run can save it, with the hook mt.Checkpoint"
+                    f"{self.world.name()}: this attempt only saves what earlier attempts have reached, and "
+                    "makes no step; only Trainer.run can save it, with the hook mt.Checkpoint"
                 )
             )
         spans = self.world.control.spans
@@ -222,7 +221,7 @@ class Trainer:
         scale = self.adapter.loss_scale.value if self.adapter.loss_scale else None
         if self.served:
             means, learning_rate = self.served.next_update(self.data)
-            # Workers compute while hooks run, and answers that have come then make the next updates fast.
+            # Workers compute while hooks run, so their results are already there for the next updates.
             begun, self._updated = self._updated or started, time.perf_counter()
             return self._made(begun, means, learning_rate, scale, 0, 0.0)
         batch, weight = next(self.data)
@@ -276,7 +275,7 @@ class Trainer:
         own_samples: int,
         own_seconds: float,
     ) -> Step:
-        """Count a step that has been made."""
+        """Count a completed step."""
         self.step_number += 1
         now = time.perf_counter()
         seconds = now - started
@@ -300,7 +299,7 @@ class Trainer:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return all that a checkpoint needs to continue from here, by name. The state does not depend on ranks.
+        """Return all that a checkpoint needs to continue from here, by name. The state does not depend on the ranks.
 
         The state does not hold this rank's error-feedback residual: see Strategy.own_state.
         """
@@ -324,7 +323,7 @@ class Trainer:
             CheckpointError: the state belongs to another model or data set, or is incomplete. Nothing has changed.
         """
         if self.served:
-            self.served.fetch()  # what differs from that reaches the other servers
+            self.served.fetch()  # differences from it are sent to the other servers
         data, of_strategy = self.data.state(), state.get("strategy", {})
         hooks = [(hook, hook.state()) for hook in self.hooks]
         self.steering.check(state.get("steering", {}))
@@ -348,14 +347,15 @@ class Trainer:
         self.step_number = step
 
     def own_state(self, *, reads: bool = True) -> dict[str, Any]:
-        """Return what this rank keeps for itself: see Strategy.own_state. Only ranks with `reads` may call `state`."""
+        """Return the state that belongs to this rank alone: see Strategy.own_state. Only ranks with `reads` may call
+        `state`."""
         return self.strategy.own_state_for(reads=reads)
 
     def restore_own(self, name: str, parts: int, read_part: Callable[[int], dict[str, Any]], *, reads: bool) -> None:
-        """Continue from what the ranks kept for themselves. Collective; see checkpoint.resume.own_part.
+        """Continue from the states that belong to single ranks. Collective; see checkpoint.resume.own_part.
 
         Raises:
-            CheckpointError: it is of another model. Raised on every rank.
+            CheckpointError: a state belongs to another model. Raised on every rank.
         """
         place = self.own_state(reads=False).get("place")
         part = own_part(self.world, name, parts, place, read_part, reads=reads)

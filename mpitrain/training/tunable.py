@@ -12,7 +12,7 @@ from mpitrain.errors import CheckpointError, ConfigError
 Value = TypeVar("Value", bool, int, float, str)
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,59}")
-# What the launcher shows of them must fit into the record of a rank (watching/rank_record.py).
+# The values that the launcher shows must fit into the record of a rank (watching/rank_record.py).
 _MOST_TUNABLES, MOST_CHARACTERS = 32, 100
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _KINDS = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
@@ -24,7 +24,7 @@ class Tunable(Generic[Value]):
     Attributes:
         name: as declared.
         default: as declared. Its type is that of `value`.
-        value: the present value, the same on all ranks between two steps of a Trainer.
+        value: the current value, the same on all ranks between two steps of a Trainer.
     """
 
     def __init__(self, name: str, default: Value) -> None:
@@ -41,13 +41,13 @@ class Tunables:
     """All tunable values of this process, by name.
 
     Attributes:
-        changed: is called after a declaration; a Trainer that runs publishes them anew.
+        changed: is called after a declaration; a running Trainer then publishes the values again.
     """
 
     def __init__(self) -> None:
         self.changed: Callable[[], None] = lambda: None
         self._declared: dict[str, Tunable[Any]] = {}
-        self._told: dict[str, Any] = {}  # what somebody has set, also of names that are not declared yet
+        self._told: dict[str, Any] = {}  # values set by commands, also for names that are not declared yet
 
     def declare(self, name: str, default: Value) -> Tunable[Value]:
         """See `tunable`."""
@@ -79,18 +79,18 @@ class Tunables:
         return known
 
     def values(self) -> dict[str, Any]:
-        """Return the present values by name."""
+        """Return the current values by name."""
         return {name: one.value for name, one in self._declared.items()}
 
     def lines(self) -> list[str]:
-        """What the ranks compare, one item a line."""
+        """The declarations that the ranks compare, one per line."""
         return [f"tunable({name!r}, {one.default!r})" for name, one in sorted(self._declared.items())]
 
     def set(self, name: str, text: str) -> Any:
-        """Set a value from what a user has typed, and return it.
+        """Set a value from a user's text, and return it.
 
         Raises:
-            ConfigError: there is no such name, or the text is no value of its type.
+            ConfigError: there is no such name, or the text is not a value of its type.
         """
         one = self._declared.get(name)
         if one is None:
@@ -105,7 +105,7 @@ class Tunables:
         return value
 
     def told(self) -> dict[str, Any]:
-        """Return the values that somebody has set, by name."""
+        """Return the values that commands have set, by name."""
         return dict(self._told)
 
     def check(self, told: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ def _is_short(value: Any) -> bool:
 
 
 def _parsed(kind: type, text: str) -> Any:
-    """Return the value of this type in a text; None: it is none."""
+    """Parse a text as a value of this type; None: it is not such a value."""
     if kind is bool:
         return _WORDS.get(text.lower())
     try:
@@ -160,9 +160,9 @@ def tunable(name: str, default: Value) -> Tunable[Value]:
         def loss_and_gradients(parameters, batch, on_gradient):
             rate = dropout.value
 
-    All ranks get a new value after the same step. The value belongs to the state of the training: it holds after a
-    restart, and in a run that continues from a checkpoint, on any number of ranks. Without a Trainer the value stays
-    the default.
+    All ranks get a new value after the same step. The value belongs to the state of the training: it survives a
+    restart, and a run that continues from a checkpoint has it, on any number of ranks. Without a Trainer the value
+    stays the default.
 
     Args:
         name: at most 60 letters, digits, "_", "." and "-".

@@ -1,1 +1,1 @@
-"""What a script computes on one rank and on several: recorded in both runs, and compared."""
+"""Compares what a script computes on one rank and on several, from records of both runs."""

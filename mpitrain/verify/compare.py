@@ -75,7 +75,8 @@ class ParameterChanges:
             earlier.update(line.parameters)
 
     def between(self, one: Line, several: Line) -> Iterator[Difference]:
-        """Compare first values, and what the script itself has changed since the step before. Both count as its."""
+        """Compare the first values, and the changes by the script itself since the step before. Both count as its
+        changes."""
         lines, before = (one, several), one.number - 1
         for name in {**one.before, **several.before}:
             values = [

@@ -80,8 +80,9 @@ def report(alone: RunRecord, together: RunRecord, comparison: Comparison) -> Ite
         yield f"  {names[kind]:<14} {verdict}"
     if comparison.alone_from is not None:
         yield (
-            f"  from step {comparison.alone_from} on, each rank trains by itself, and no step is meant to equal that "
-            "of 1 rank: only samples, weights and learning rates are compared, and the loss of that step"
+            f"  from step {comparison.alone_from} on, each rank trains by itself, so its steps differ from "
+            "those of 1 rank: only samples, weights and learning rates are compared, and the loss of that "
+            "step"
         )
     for number, difference in enumerate(comparison.differences):
         begin = "then" if number else "first difference"

@@ -1,4 +1,4 @@
-"""A few numbers that represent many: hashes that identify samples; sketches that give the distance of two arrays."""
+"""Short digests of data: hashes that identify samples, and sketches that give the distance of two arrays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sketch(TypedDict):
 
 
 def sketch(name: str, array: Array) -> Sketch:
-    """Sketch a host or device array, or a number; in float64, in one pass."""
+    """Sketch an array in CPU or GPU memory, or a number; in float64, in one pass."""
     flat = numpy.ascontiguousarray(array.get() if is_device_array(array) else array).reshape(-1)
     signs = numpy.random.Philox(key=zlib.crc32(name.encode()))
     norm, projections = 0.0, numpy.zeros(NUM_PROJECTIONS)

@@ -1,1 +1,1 @@
-"""How ranks wait for each other: every wait can say what it waits for, and hears of ranks that fail."""
+"""Waits of ranks for each other: every wait can report what it waits for, and learns of ranks that fail."""

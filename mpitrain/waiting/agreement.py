@@ -1,8 +1,8 @@
-"""An agreement: every rank says what it is about to do, and all compare before any data moves.
+"""An agreement: every rank announces what it is about to do, and all compare before any data moves.
 
-An agreement is one MPI_Iallgather of 48 bytes a rank. If the ranks disagree, every rank gets an error, not a hang or a
-wrong sum. Ranks disagree if they make different calls, if the program makes them at different lines (place_of_call), or
-if a rank cannot make its call. The agreement also carries the few numbers that a step needs from every rank (sample
+An agreement is one MPI_Iallgather of 48 bytes per rank. If the ranks disagree, every rank gets an error, not a hang or
+a wrong sum. Ranks disagree if they make different calls, if the program makes them at different lines (place_of_call),
+or if a rank cannot make its call. The agreement also carries the few numbers that a step needs from every rank (sample
 weights, votes).
 """
 
@@ -48,7 +48,7 @@ def signature(operation: str, lines: Sequence[str]) -> int:
 
 
 class Agreement:
-    """Every rank begins it, in the same order. Call `test()` until it is true; then `records` has one row a rank."""
+    """Every rank begins it, in the same order. Call `test()` until it is true; then `records` has one row per rank."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Agreement:
             self._testing.release()
 
     def _look(self) -> None:
-        """What `test` does, for a rank that waits in another call. A mismatch here may be the reason for that wait."""
+        """Like `test`, for a rank that waits in another call. A mismatch here may be the reason for that wait."""
         if self._problem is None:
             self.test()
 
@@ -147,9 +147,9 @@ class Agreement:
         return self.records
 
     def _explain(self) -> None:
-        """Gather what every rank was about to do, in words. All ranks come here or none, as all saw the same records.
+        """Gather texts of what every rank was about to do. All ranks call this or none: all saw the same records.
 
-        The messages have a communicator of their own, because ranks may come here at different points between calls.
+        The messages use a separate communicator, because ranks may get here at different points between calls.
         """
         refused = "" if self._refusal is None else type(self._refusal).__name__
         text = "\n".join([refused, self._called_at, self.operation, *self._lines]).encode(errors="replace")
@@ -184,8 +184,8 @@ def mismatch(
             hint = f"do all ranks make the same calls in the same order?{both}"
             if any(operation.partition(" ")[0] == STEP for operation in (line, expected)):
                 hint = (
-                    f"do all ranks make the same steps, with a backward pass for each?{both} Decide break, continue "
-                    "and what is left out by a value that is equal on all ranks, such as world.mean(loss)"
+                    f"do all ranks make the same steps, with a backward pass for each?{both} Decide on break, "
+                    "continue and skipping by a value that is equal on all ranks, such as world.mean(loss)"
                 )
         elif lines != texts[0]:
             line, expected = _first_difference(lines[1:], texts[0][1:])
@@ -200,7 +200,8 @@ def mismatch(
             return everywhere(
                 MismatchError(
                     f"{name(rank)}: {call} at {where}; {name(known)}: {call} at {expected_where}; do all ranks make "
-                    "the same calls in the same order? A call that depends on the rank meets another call of the other "
+                    "the same calls in the same order? A call that depends on the rank is matched with "
+                    "another call of the other "
                     'ranks. If these two are to meet, put each into: with world.same_call("name"):'
                 )
             )

@@ -1,8 +1,8 @@
-"""Communication beside the other calls of a program: one piece of work after the other, in the order begun.
+"""Communication in the background of a program's other calls: one piece of work after the other, in the order begun.
 
 All ranks begin the same work in the same order, each at its own time. Three things drive the work: a wait for the work
 itself, every other wait of the same World, and the end of the program. So ranks may wait in different places, work that
-nobody waits for ends too, and memory that MPI still writes into is never freed.
+no call waits for also ends, and memory that MPI still writes into is never freed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Begun(Generic[Result]):
         return str(self._doing)
 
     def test(self) -> bool:
-        """Do what can be done without waiting. True once the work is done.
+        """Make progress without waiting. True once the work is done.
 
         Raises:
             MpitrainError: the work has failed, on every rank.
@@ -84,7 +84,7 @@ class Queue:
 
     def __init__(self, control: Control) -> None:
         self.control = control
-        self.failed: list[Begun[Any]] = []  # with errors that nobody has been told of
+        self.failed: list[Begun[Any]] = []  # with errors that have not been reported
         self._waiting: deque[Begun[Any]] = deque()
         self._at_work = threading.Lock()
         self._changing = threading.Lock()
@@ -101,7 +101,7 @@ class Queue:
             self._waiting.append(begun)
 
     def look(self) -> float | None:
-        """Do what can be done without waiting. Return what the work at the front has yielded.
+        """Make progress without waiting. Return what the work at the front has yielded.
 
         An error of this rank alone leaves messages under way, and breaks the World.
         """

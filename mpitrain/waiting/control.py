@@ -33,7 +33,7 @@ def _note_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_note_fork)
-# A wait that moves no data looks again at once for so long: other ranks that are as far as this one need some 20 us.
+# For this long, a wait that moves no data polls without sleeping: other ranks that have got as far need some 20 us.
 # Then it sleeps for a share of the time that it has lasted, so that it ends at most that share later.
 _PATIENT_AFTER_SECONDS, _PATIENT_SHARE, _LONGEST_PATIENT_NAP = 10e-3, 1 / 64, 500e-6
 
@@ -82,7 +82,7 @@ class Control:
         self.notes = notes
         self.disputes = disputes
         self.members = tuple(members)
-        self.rank, self.size = int(disputes.rank), int(disputes.size)  # here also when MPI is gone
+        self.rank, self.size = int(disputes.rank), int(disputes.size)  # kept here for when MPI has ended
         self._place_of = {member: place for place, member in enumerate(self.members)}
         self._number = number
         self._made = notes.made
@@ -91,11 +91,11 @@ class Control:
         self._hosts = hosts
         self.open_tests: list[Callable[[], object]] = []  # drive what has begun and is not complete
         self.agreements: list[object] = []  # the agreements among them, in the order begun
-        # All that can be revoked, of this World and of those that have it as a part.
+        # Everything of this World, and of Worlds that are part of it, that can be revoked.
         self.comms: list[MPI.Comm] = parent.comms if parent else []
         # Each waits for the calls that a library makes in its threads.
         self.elsewhere: list[Callable[[], object]] = parent.elsewhere if parent else []
-        # Each waits for what this rank has begun for the others, before it may say that it makes no more calls.
+        # Each waits for work that this rank has begun for the others, before it reports that it makes no more calls.
         self.last_waits: list[Callable[[], object]] = parent.last_waits if parent else []
         self.same_call: tuple[int, str] | None = None  # stands for the place of each call; see World.same_call
         self.posted: BaseException | None = None  # an error of a thread, for the main one to raise
@@ -131,7 +131,7 @@ class Control:
         """Drive `steps` to its end. In reports, the text of `doing` names the wait.
 
         Args:
-            steps: does at every `next` what can be done without waiting, and ends when there is nothing to wait for.
+            steps: each `next` makes progress without waiting; it ends when there is nothing left to wait for.
                 It yields the seconds that the wait may sleep before the next `next`, or None.
             doing: its str() is made only when it is needed.
             peers: the ranks that a send or receive waits for, none if any rank will do. Default: all ranks.
@@ -169,7 +169,7 @@ class Control:
                 if long_wait is not None:
                     long_wait.look(now)
                 elif now - started > PUBLISH_SECONDS and (activity := own_activity()):
-                    # Looks are far apart if the steps themselves take long: something may have moved since.
+                    # If the steps themselves take long, looks are far apart: data may have moved since the last one.
                     since = started if moved == activity.moved else now
                     long_wait = LongWait(activity, self.job_rank, doing, since, status)
         except BaseException as error:
@@ -195,7 +195,7 @@ class Control:
                 activity.end(entry)
 
     def _can_wait(self, error: BaseException | None) -> bool:
-        """True if the ranks still make the same calls. If so, the call that the error belongs to will raise it."""
+        """True if the ranks still make the same calls. If so, the call to which the error belongs will raise it."""
         return isinstance(error, MpitrainError) and error.known_everywhere and not isinstance(error, MismatchError)
 
     @contextmanager
@@ -224,12 +224,12 @@ class Control:
         comm.Free()
 
     def settle(self) -> None:
-        """Wait until the calls that the program has left to threads of other libraries are made. They come first."""
+        """Wait until the calls that the program delegated to threads of other libraries are made. They come first."""
         for wait in self.elsewhere:
             wait()
 
     def raise_posted(self) -> None:
-        """Raise what a thread has posted, once."""
+        """Raise an error that a thread has posted, once."""
         error, self.posted = self.posted, None
         if error is not None:
             raise error
@@ -260,8 +260,8 @@ class Control:
             )
         if self._wreck is not None:
             raise MpitrainError(
-                f"{self.name()}: {self._broken_in} ended by {self._wreck!r}; this world cannot communicate any more. "
-                "Save what this rank has and end the job"
+                f"{self.name()}: {self._broken_in} ended by {self._wreck!r}; this World can no longer "
+                "communicate. Save this rank's data and end the job"
             )
 
     def judge(self, doing: object, peers: Collection[int] | None = None, call: int | None = None) -> None:
@@ -274,7 +274,7 @@ class Control:
             if note.kind == FAILED and age > _ABORT_GRACE_SECONDS:
                 raise MpitrainError(f"{self.name()}: {self.name(rank)} failed; stopped in {doing}")
             made, needed = note.made.get(self._number, 0), self.calls if call is None else call
-            # A message that a peer sent before it finished may still be on its way: give it a second.
+            # A message that a peer sent before it finished may still be in flight: wait a second for it.
             left_out = made < needed if peers is None else rank in peers and age > 1.0
             if note.kind == FINISHED and left_out:
                 how = f"left with exit code {note.cause}" if note.cause else "has finished"
@@ -283,5 +283,5 @@ class Control:
                     f"{self.name(rank)} {how} (after {made} calls); "
                     "do all ranks run the same number of steps?"
                 )
-                error.is_repeated = bool(note.cause)  # the other rank tells why it left
+                error.is_repeated = bool(note.cause)  # the other rank reports why it left
                 raise error

@@ -1,4 +1,4 @@
-"""Publishes a long wait. If no agent watches the job, the ranks report the wait by themselves."""
+"""Publishes long waits. If no agent watches the job, the ranks report them themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpitrain.watching.hang_report import is_by_design, report
 from mpitrain.watching.rank_record import WAITS, RankRecord, read_record
 from mpitrain.watching.view import RankView, look_at, process_state, waited
 
-# A wait is published after this time. A shorter wait costs nothing, and nobody could read of it in time.
+# A wait is published after this time. A shorter wait costs nothing, and could not be read in time anyway.
 PUBLISH_SECONDS = 0.1
 _LOOK_SECONDS = 0.25
 _NEXT = 2.0  # reports come after stall_seconds, then after 2, 4, 8 ... times as long
@@ -22,13 +22,13 @@ _LATER_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The ranks that this process can look at if no agent does: the ranks of its host."""
+    """The ranks that this process can observe if no agent does: the ranks of its host."""
 
     where: dict[int, tuple[int, int]]  # by rank: process, and descriptor of its record
     hosts: tuple[str, ...]  # of all ranks
 
     def look(self, hang_seconds: float = 0.0) -> tuple[list[RankView], list[str]]:
-        """Return what these ranks do, and the lines of the report of it."""
+        """Return what these ranks do, and the lines of a report about it."""
         now = time.monotonic()
         views = []
         for rank, (pid, _) in self.where.items():
@@ -60,7 +60,7 @@ _neighbours: Neighbours | None = None
 
 
 def watch_over(neighbours: Neighbours) -> None:
-    """Make this process report its long waits by itself. `init` calls this if no agent watches the job."""
+    """Make this process report its long waits itself. `init` calls this if no agent watches the job."""
     global _neighbours  # noqa: PLW0603 - a process is one rank
     _neighbours = neighbours
 
@@ -85,7 +85,7 @@ class LongWait:
             return
         self._looked = now
         words = str(self._doing)
-        if words != self._words:  # a queue does one thing after the other
+        if words != self._words:  # a queue runs several pieces of work in turn
             self._activity.end(self._entry)
             self._words, self._entry = words, self._activity.begin(self._status, words, now)
             self._since = now
@@ -108,7 +108,7 @@ class LongWait:
             if not neighbours.reports_instead(self._rank, seconds):
                 _, lines = neighbours.look()
                 os.write(2, "".join(f"mpitrain: {line}\n" for line in lines).encode(errors="replace"))
-        # This rank cannot see what ranks of other hosts do. They may compute what this rank has to wait for.
+        # This rank cannot see what ranks of other hosts do. They may be computing what this rank has to wait for.
         if hang_seconds and seconds >= hang_seconds and len(neighbours.where) == len(neighbours.hosts):
             views, lines = neighbours.look(hang_seconds)
             if not is_by_design(views):

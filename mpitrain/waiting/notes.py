@@ -1,6 +1,6 @@
 """Short notes between all ranks of a job beside the collectives: "I failed", "I have finished".
 
-A rank that waits in a collective for a rank that has left would wait for ever, and MPI has no word for it. So every
+A rank that waits in a collective for a rank that has left would wait for ever, and MPI does not report this. So every
 wait in mpitrain, in whichever World of the job, goes through `Control.wait`, which now and then looks for such notes.
 """
 
@@ -24,7 +24,7 @@ _BYTES = 6  # of a text in each number: a float64 keeps 53 bits
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank tells all others, and when (seconds since the epoch, by the rank's clock).
+    """A rank's message to all others, with its time (seconds since the epoch, by the rank's clock).
 
     Attributes:
         rank: the rank in the World that the job began with.
@@ -53,16 +53,16 @@ class Notes:
 
     Attributes:
         rank: of this process in the World that the job began with; known here also when MPI is gone.
-        size: the number of ranks that are left of it.
-        read: the notes that have come in, by rank.
+        size: the number of its remaining ranks.
+        read: the received notes, by rank.
         made: how many calls this rank has begun in each World so far, by the World's number; also in those that are
             freed, where other ranks may still be waiting.
-        final: what ranks compare when all have finished, or a function that gives it then, by a number that is the same
-            on all ranks; see job/job.py. () is equal to everything. 0 is for reducer/unexchanged.py.
+        final: values that ranks compare when all have finished, or functions that return them then, by a number that is
+            the same on all ranks; see job/job.py. () is equal to everything. 0 is for reducer/unexchanged.py.
     """
 
     def __init__(self, comm: MPI.Comm, members: Sequence[int]) -> None:
-        """`comm` has all ranks of the job that are left, and is for the notes alone. `members` are their numbers."""
+        """`comm` has all remaining ranks of the job, and is used for the notes only. `members` are their numbers."""
         self._members = tuple(members)
         self.rank, self.size = self._members[comm.rank], len(self._members)
         self.read: dict[int, Note] = {}
@@ -75,9 +75,9 @@ class Notes:
         self._in_vain: list[tuple[int, MPI.Request, numpy.ndarray]] = []  # to ranks that are gone: MPI may use them
 
     def tell_all(self, kind: int, cause: int = 0, *, last: bool = False) -> Note:
-        """Send a note to every other rank, without waiting. `is_unread` tells when it has come.
+        """Send a note to every other rank, without waiting. `is_unread` tells whether it has been read.
 
-        `last` gives the note a later date than all others.
+        `last` gives the note a later time than all others.
         """
         sent_seconds = float("inf") if last else time.time()
         made, final = (dict(self.made), self._last_values()) if kind == FINISHED else ({}, {})
@@ -95,7 +95,7 @@ class Notes:
         return {number: values() if callable(values) else values for number, values in self.final.copy().items()}
 
     def is_unread(self, gone: Collection[int] = ()) -> bool:
-        """Whether a rank has yet to read what this rank has told. Those that are `gone` read nothing more."""
+        """Whether a rank has yet to read this rank's notes. Ranks in `gone` read nothing more."""
         from mpi4py import MPI
 
         left = []
@@ -133,14 +133,14 @@ class Notes:
             self.read[rank] = Note(int(kind), rank, made, final, sent_seconds, int(cause), time.perf_counter())
 
     def say(self, word: object, ranks: Iterable[int]) -> None:
-        """Send a few words of a library's own to these ranks, without waiting. They need not be read."""
+        """Send a short message of a library to these ranks, without waiting. It need not be read."""
         with self._saying:
             self._said = [request for request in self._said if not request.Test()]
             others = [self._members.index(rank) for rank in ranks if rank != self.rank]
             self._said += [self._comm.isend(word, place, tag=1) for place in others]
 
     def heard(self) -> list[tuple[int, Any]]:
-        """Return the words that have come in since the last call, each with the rank that said them."""
+        """Return the messages received since the last call, each with its sender."""
         from mpi4py import MPI
 
         words = []
@@ -174,6 +174,6 @@ def as_numbers(text: str) -> tuple[float, ...]:
 
 
 def as_text(numbers: Sequence[float]) -> str:
-    """Return the text that `as_numbers` was given."""
+    """Reverse `as_numbers`."""
     data = b"".join(int(number).to_bytes(_BYTES, "little") for number in numbers)
-    return zlib.decompressobj().decompress(data).decode()  # what fills up the last number is behind the end
+    return zlib.decompressobj().decompress(data).decode()  # the padding of the last number is after the end

@@ -4,11 +4,11 @@ Over TCP, MPI libraries send large messages one way at a time (docs/how-to/troub
 than 2^31 bytes
 everywhere. Pieces avoid both limits, and let additions overlap with transfers.
 
-Mover.run is the one loop that sends and receives pieces, for arrays on the host and on a GPU:
+Mover.run is the only loop that sends and receives pieces, for arrays on the CPU and on a GPU:
 
     sends      0 1 2 3 | 4 5 6 ...      at most `ahead` under way; each may wait for receives (after)
     receives   0 1 2 3 | 4 5 6 ...      at most `ahead` posted; each may wait for sends (after)
-    a receive is ready when the data that came is in its place, or has been added there
+    a receive is ready when its data is in place, or has been added there
 """
 
 from __future__ import annotations
@@ -28,24 +28,22 @@ if TYPE_CHECKING:
 PIECE_BYTES = 2**18
 AHEAD = 4  # pieces posted for receiving at one time, and the most pieces in sending
 
-# How long a rank sleeps between two looks at the wire.
-# Linux adds some 50 us to any sleep. Measured (benchmarks/log/): at 1 Gbit/s naps cost no time and save nine tenths of
-# a
-# core; at 10 Gbit/s any nap lets the wire run dry. Naps do not get longer with the time of a piece: if a rank waits for
-# one that is late, the rate looks as if the wire were slow.
+# How long a rank sleeps between two polls of the network. Linux adds some 50 us to any sleep. Measured
+# (benchmarks/log/): at 1 Gbit/s naps cost no time and save nine tenths of a core; at 10 Gbit/s any nap leaves the link
+# idle. Naps do not grow with the time of a piece: if a rank waits for one that is late, the link would seem slow.
 _SHORTEST_NAP, _LONGEST_NAP = 100e-6, 200e-6
 _NAPS_A_PIECE = 4
 # A shorter exchange ends before a nap would pay.
 _LEAST_BYTES = 256 * 1024
-# The bytes that switches and sockets take in at once say nothing about the rate of the wire.
+# The bytes that switches and sockets buffer tell nothing about the rate of the link.
 _BUFFERED_BYTES = 256 * 1024
-_FORGET = 0.99  # of the best rate, for each exchange; and one in so many is made without naps, to measure it again
+_FORGET = 0.99  # of the best rate, for each exchange; one in so many runs without naps, to measure it again
 _WITHOUT_NAPS = 32
 
 # The other rank, and the array for it or from it: flat and contiguous.
 Part: TypeAlias = tuple[int, numpy.ndarray]
-# Combines two arrays into the first one. If the work continues after the call, a function is returned that says whether
-# the work is over.
+# Combines two arrays into the first one. If the work continues after the call, a function is returned that tells
+# whether the work is over.
 Combine: TypeAlias = Callable[[Any, Any], "Callable[[], bool] | None"]
 
 _NOTHING = numpy.empty(0, numpy.uint8)  # in place of an empty array on a GPU, which has no address
@@ -69,7 +67,7 @@ def add(total: numpy.ndarray, arrived: numpy.ndarray) -> None:
 class Pace:
     """Computes naps from the time that a piece takes at the best rate so far.
 
-    The time between arrivals is no measure: it grows with the naps, and while other processes use the cores.
+    The time between arrivals is not a measure: it grows with the naps, and while other processes use the cores.
     """
 
     def __init__(self) -> None:
@@ -94,7 +92,7 @@ class Pace:
         self._nap = 0.0 if nap < _SHORTEST_NAP else min(nap, _LONGEST_NAP)
 
     def nap(self) -> float:
-        """The number of seconds to sleep. 0: look again at once."""
+        """The number of seconds to sleep. 0: poll again at once."""
         return self._nap
 
     def end(self) -> None:
@@ -144,7 +142,7 @@ class Mover:
         return self.run(to_send, to_receive, add)
 
     def run(self, sends: Sequence[Send], receives: Sequence[Receive], add: Combine | None = add) -> Iterator[float]:
-        """Exchange all these messages, in this order on each side, on the host or on a GPU. Yields while it must wait.
+        """Exchange all these messages, in this order on each side, on the CPU or on a GPU. Yields while it must wait.
 
         Args:
             sends, receives: at most a piece each. A rank receives the messages to it in the order of their sends.
@@ -159,7 +157,7 @@ class Mover:
             slots = self._slots = _make_slots(longest, ahead)
         sending: deque[MPI.Request] = deque()
         receiving: deque[MPI.Request] = deque()
-        adding: deque[Callable[[], bool] | None] = deque()  # tells when the addition is over; None: it is
+        adding: deque[Callable[[], bool] | None] = deque()  # tells whether the addition is over; None: it is
         started = posted = arrived = 0
         sent = ready = 0  # number of complete sends; of receives whose values are in place
         self._pace.begin(sum(sizes), longest)

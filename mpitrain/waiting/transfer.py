@@ -1,4 +1,4 @@
-"""Any number of bytes, and Python objects, from rank to rank.
+"""Transfers of any number of bytes, and of Python objects, from rank to rank.
 
 MPI libraries that count in 32 bits refuse 2 GiB at once.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # The most that one call moves, in bytes (or elements); a test lowers this limit.
 AT_ONCE = 2**30
 # The most that one wait for a broadcast moves, in bytes. At 100 Mbit/s that takes some seconds. A longer wait would be
-# reported as one in which nothing moves.
+# reported as a hang.
 WAITED_AT_ONCE = 2**24
 
 # Tags below this one belong to the algorithms, which share the communicator with the user's messages.
@@ -65,7 +65,7 @@ def gather_bytes(comm: MPI.Comm, own: bytes, wait: Wait, sizes: Sequence[int] | 
 
 
 class Messages:
-    """The sends and receives of one rank. `World.send` and `World.recv` say what they promise."""
+    """The sends and receives of one rank. `World.send` and `World.recv` document them."""
 
     def __init__(self, comm: MPI.Comm, control: Control) -> None:
         self._comm = comm
@@ -73,9 +73,9 @@ class Messages:
         self._to_myself: defaultdict[int, deque[bytes]] = defaultdict(deque)  # sent and not yet received, by tag
 
     def send(self, value: Any, to: int, tag: int) -> None:
-        """Send `value`, and wait until it has left."""
+        """Send `value`, and wait until it has been sent."""
         self._check_tag(tag)
-        if to == self._control.rank:  # MPI would wait for a receive that this very call holds up
+        if to == self._control.rank:  # MPI would wait for a receive that this call itself delays
             self._to_myself[tag].append(pickle.dumps(value, protocol=5))
             return
         self._control.check()
@@ -104,6 +104,6 @@ class Messages:
         return message.recv()
 
     def _check_tag(self, tag: int) -> None:
-        # A negative one could meet the messages of an algorithm.
+        # A negative one could match messages of an algorithm.
         if not 0 <= tag <= _LARGEST_TAG:
             raise ValueError(f"{self._control.name()}: tag={tag}; tags are 0 to {_LARGEST_TAG}")

@@ -1,1 +1,1 @@
-"""What a rank publishes about itself, where others can read it, and the reports made from it."""
+"""What a rank publishes about itself for others to read, and the reports made from it."""

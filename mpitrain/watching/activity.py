@@ -1,8 +1,8 @@
-"""What this rank publishes about its activity: what it waits in, and what MPI does.
+"""What this rank publishes about its activity: its waits, and the progress of MPI.
 
 A wait is written into rank_record.py after it has lasted 0.1 s, and when it ends. So short waits cost nothing. On a
-signal, faulthandler writes the Python stacks of all threads into memory beside the record. It needs no lock of Python
-for that, so the main thread may be anywhere.
+signal, faulthandler writes the Python stacks of all threads into memory beside the record. It needs no Python lock for
+this, so the main thread may be anywhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpitrain.watching.rank_record import FAILED, NAME, STACK_SIGNAL, WAITS, WOR
 from mpitrain.watching.roll_call import OpenLine, appear
 from mpitrain.watching.served_record import ServedPage
 
-# About 100 bytes each here, and 150 in the file. A trace is of some minutes; a run of days would fill the memory.
+# About 100 bytes each here, and 150 in the file. A trace is for some minutes; a run of days would fill the memory.
 MOST_SPANS = 200_000
 
 
@@ -67,7 +67,7 @@ class Activity:
         self.publish = self._page.publish
         self._moved = self._first_step = 0
         self._waited = 0.0
-        self._doing: list[tuple[int, str, float]] = []  # the last entry counts: waits can be nested, and in threads
+        self._doing: list[tuple[int, str, float]] = []  # the last one is published: waits can be nested, and in threads
         self._line: OpenLine | None = None
         self._served: ServedPage | None = None
         self._writing = threading.Lock()
@@ -80,12 +80,12 @@ class Activity:
         self._write()
 
     def appear(self, roll_call: str, starter: int = 0) -> None:
-        """Tell the agent that made this roll call that the rank is here, as long as the process lives.
+        """Register the rank with the agent at this socket, for as long as the process lives.
 
         `starter` is the process of mpiexec that started the rank; 0: the parent of this process.
         """
         self._line = appear(roll_call, self._record.rank, self.descriptor, starter)
-        # The line tells the agent when this process ends: a child must not hold it open.
+        # The connection tells the agent when this process ends: a child must not hold it open.
         os.register_at_fork(after_in_child=self._hang_up)
 
     def enter(self, phase: str) -> None:
@@ -102,7 +102,7 @@ class Activity:
         self._change(lost=tuple(ranks))
 
     def begin(self, status: int, words: str, since: float) -> tuple[int, str, float]:
-        """Publish what the rank does since `since`, by time.monotonic(). Pass the result to `end`."""
+        """Publish what the rank has been doing since `since`, by time.monotonic(). Pass the result to `end`."""
         entry = (status, words, since)
         self._doing.append(entry)
         self._write()
@@ -143,7 +143,7 @@ class Activity:
             call()
 
     def after_first_step(self, call: Callable[[], object]) -> None:
-        """Have `call` made once, as soon as this rank has made a step."""
+        """Call `call` once, as soon as this rank has made a step."""
         self._after_first_step = call
 
     def leave(self, step: int) -> None:
@@ -151,7 +151,7 @@ class Activity:
         self._page.set_left(step, time.monotonic())
 
     def copy_run(self, run: int) -> None:
-        """Publish the number of the run whose state the rank copies to memory from now on; 0: of none."""
+        """Publish the number of the run whose in-memory checkpoints the rank takes from now on; 0: none."""
         self._page.set_run(run)
 
     def note_checkpoint(self) -> None:
@@ -163,20 +163,20 @@ class Activity:
         self._page.set_told()
 
     def get_ready(self) -> None:
-        """Publish that this rank can take over from the ranks before it."""
+        """Publish that this rank can take over from the earlier ranks."""
         self._page.set_ready()
 
     @property
     def order_number(self) -> int:
-        """The number of the newest order for the training that has come here; 0: none has."""
+        """The number of the newest command to the training that has arrived here; 0: none."""
         return self._page.order_number
 
     def order(self) -> TrainingOrder:
-        """The newest order; see launch/orders.py. Raises ValueError if it is none, or damaged."""
+        """The newest command; see launch/orders.py. Raises ValueError if it is malformed or damaged."""
         return TrainingOrder.of_plain(self._page.order())
 
     def steer(self, text: str) -> None:
-        """Publish what the training can be told; see RankRecord.steering."""
+        """Publish the commands that the training accepts; see RankRecord.steering."""
         with self._writing:
             self._page.set_steering(text)
 
@@ -190,7 +190,7 @@ class Activity:
         self._change(record_folder=folder)
 
     def serve(self, facts: Mapping[str, Any]) -> None:
-        """Publish what this rank knows of its workers, as a server; see server.status."""
+        """Publish what this rank, as a server, knows about its workers; see server.status."""
         if self._served is None:
             self._served = ServedPage()
         self._served.write(facts)
@@ -235,7 +235,7 @@ def own_activity() -> Activity | None:
 
 
 def count_moved() -> None:
-    """Note that data has arrived or left, of what this process waits for."""
+    """Note that data for which this process waits has arrived or left."""
     if _activity is not None:
         _activity.count_moved()
 
@@ -252,15 +252,15 @@ def num_moved() -> int:
 
 
 def num_orders() -> int:
-    """Return the number of the newest order for the training that has come to this process; 0: none has."""
+    """Return the number of the newest command to the training that has reached this process; 0: none."""
     return 0 if _activity is None else _activity.order_number
 
 
 @contextmanager
 def waiting(doing: str) -> Iterator[None]:
-    """Run a call of MPI that waits for other ranks, and that only MPI can drive: publish that this rank waits in it.
+    """Run an MPI call that waits for other ranks and that only MPI can drive: publish that this rank waits in it.
 
-    So the agent reports the wait, and ends the job where the wait lasts too long.
+    So the agent reports the wait, and ends the job if the wait lasts too long.
     """
     begun = time.monotonic()
     entry = _activity.begin(WAITS, doing, begun) if _activity is not None else None
@@ -275,7 +275,7 @@ def waiting(doing: str) -> Iterator[None]:
 def publish(rank: int, pid: int = 0) -> Activity:
     """Begin to publish what this process does; once per process.
 
-    `pid` is the process that mpiexec takes for the rank; 0: this one.
+    `pid` is the process that mpiexec considers the rank; 0: this one.
     """
     global _activity  # noqa: PLW0603 - a process is one rank
     if _activity is None:

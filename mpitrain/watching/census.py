@@ -1,4 +1,4 @@
-"""The ranks of a job on this host, as its agent sees them: their records, and which processes ended in which order.
+"""The ranks of a job on this host, as its agent sees them: their records, and the order in which processes ended.
 
     rank     pid   parent  line    process  phase
     0        4101  4090    open    alive    begun
@@ -6,16 +6,17 @@
     2        4103  4090    4th     5th      begun
     parent   4090                  alive
 
-The first is the culprit. mpiexec ends the others within a millisecond, and may then name any of them, as MPICH's
-sometimes does. epoll reports events in the order in which they happened, however late the agent looks (Linux, epoll(7),
-pidfd_open(2)). The agent watches two things of a rank. The rank's line (roll_call.py) breaks while the kernel closes
-the files of the process; mpiexec learns of the end at the same time. The process itself ends a little later; on a
-loaded machine, it may end after ranks that mpiexec has ended because of it. The parent of the ranks, mpiexec or its
-daemon, ends after them. If the parent ends before them, the parent is the culprit, and no rank is.
+The first is to blame. mpiexec ends the others within a millisecond, and may then name any of them, as MPICH's sometimes
+does. epoll reports events in the order in which they happened, however late the agent looks (Linux, epoll(7),
+pidfd_open(2)). The agent watches two things of a rank. The rank's connection (roll_call.py) breaks while the kernel
+closes the files of the process; mpiexec learns of the end at the same time. The process itself ends a little later; on
+a loaded machine, it may end after ranks that mpiexec has ended because of it. The parent of the ranks, mpiexec or its
+daemon, ends after them. If the parent ends before them, the parent is to blame, and no rank is.
 
 The ends on several hosts are compared by time. The time of a rank's end is the kernel's (roll_call.py).
 
-Sent to other hosts as text. So this module imports only the modules that come with it, and must run with old Pythons.
+The text of this module is sent to other hosts. So it imports only modules that are sent with it, and must run with old
+Pythons.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class WatchedProcess:
         return not began or began != self._began
 
     def note_code(self) -> None:
-        """After the end: note the exit code, or the signal's number below 0. It stays None if the kernel does not tell.
+        """After the end: note the exit code, or minus the signal's number; None if the kernel does not provide it.
 
         The record of a zombie has it. Once the parent has asked for it, the descriptor has it (since Linux 6.15).
         """
@@ -143,7 +144,7 @@ class FirstEnd:
         seconds: the time of the end, by time.monotonic().
         pid: the process id on its host.
         kernel: what the kernel says about the end; empty: nothing, or the kernel's log was not read yet.
-        code: the exit code of the rank, or the number of the signal below 0; None: the kernel does not tell.
+        code: the exit code of the rank, or minus the number of the signal; None: the kernel does not provide it.
     """
 
     rank: int | None
@@ -158,7 +159,7 @@ class Census:
     """One table of all ranks of a job that are on this host."""
 
     def __init__(self, roll_call: str) -> None:
-        """Make the socket at which the ranks register, and remove those that killed jobs have left beside it.
+        """Make the socket at which the ranks register, and remove sockets that killed jobs have left beside it.
 
         Raises:
             OSError: see roll_call.listen.
@@ -198,8 +199,8 @@ class Census:
         return [self._view(rank) for _, rank in sorted(self._ranks.items())]
 
     def first_end(self) -> FirstEnd | None:
-        """What ended first; None: nothing yet, or it is not known. Ranks that had parted from the others
-        do not count, nor do those that left with code 0 before init(), nor those without which the others continue."""
+        """What ended first; None: nothing yet, or it is not known. Some ranks do not count: those that had shut down
+        with the others, those that left with code 0 before init(), and those without which the others continue."""
         ended = [rank for rank in self._ranks.values() if rank.process.order is not None]
         if ended:
             lost = {number for rank in self._ranks.values() for number in self._read(rank).lost}
@@ -220,12 +221,13 @@ class Census:
         return FirstEnd(first.number, (), seconds, process.pid, code=process.code)
 
     def _is_over(self, rank: _Rank) -> bool:
-        """True if the end of a rank is no fault: it had parted from the others, or never was with them and left."""
+        """True if the end of a rank is not a fault: it had shut down with the others, or left without ever having
+        joined them."""
         phase = self._read(rank).phase
         return phase == PARTED or (phase == STARTED and rank.process.code == 0)
 
     def give(self, order: dict[str, Any]) -> None:
-        """Give an order (launch/orders.py) to all ranks that do not have it yet."""
+        """Send a command (launch/orders.py) to all ranks that do not have it yet."""
         for rank in self._ranks.values():
             if rank.page is not None and rank.order_number != order["number"]:
                 write_order(rank.page, order)
@@ -250,13 +252,28 @@ class Census:
         self._listener.close()
         self._events.close()
 
+    def add(self, number: int, pid: int, errors: int) -> None:
+        """Take in a rank that this process has started as a child, with the descriptor of its error file."""
+        process = WatchedProcess(pid, open_process(pid))
+        rank = _Rank(number, process, None, None, None, RankRecord(number, pid=pid), errors=errors)
+        self._ranks[number] = rank
+        self._watch(process)
+
+    def has_ended(self, number: int) -> bool:
+        """Whether the end of a rank's process was seen."""
+        return self._ranks[number].process.order is not None
+
+    def note_code(self, number: int, code: int) -> None:
+        """Take in the exit code of a rank that this process has started: every kernel tells it the parent."""
+        self._ranks[number].process.code = code
+
     def _accept(self) -> None:
         for line in accepted(self._listener):
             self._lines[line.fileno()] = line
             self._events.register(line.fileno(), select.EPOLLIN)
 
     def _introduce(self, line: socket.socket) -> None:
-        """Take in a rank's registration, or that of a process that replaces an earlier one."""
+        """Record a rank's registration, or that of a process that replaces an earlier one."""
         said = receive(line)
         if said is None:
             self._forget(line)
@@ -360,7 +377,7 @@ class Census:
 
     @staticmethod
     def _failure(rank: _Rank) -> WrittenError | None:
-        """Return how the program of the rank has failed, if it has written that and has ended; else None."""
+        """Return how the program of the rank failed, if it has written that and has ended; else None."""
         has_failed = rank.process.order is not None and rank.process.code != 0
         return read_error(rank.errors) if has_failed and rank.errors is not None else None
 
@@ -379,7 +396,7 @@ class Census:
 
 
 def _order(rank: _Rank) -> int:
-    """Return the place of a rank's end: that of its line's end, if that was seen first."""
+    """Return the position of a rank's end: that of its connection's end, if that was seen first."""
     return min(order for order in (rank.line_order, rank.process.order) if order is not None)
 
 

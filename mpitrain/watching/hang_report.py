@@ -1,9 +1,9 @@
-"""The report that says who waits for whom, from what every rank does. Pure functions.
+"""The report of who waits for whom, made from what every rank does. Pure functions.
 
 no progress for 10 s: ranks 0-2 on node1,node2 wait in allreduce ring of 4096 float32 (call 381); rank 3 on node2 runs
 in dataloader.py:88 (load)
 
-What a rank does, in one word (`doing`), for those who watch a job:
+What a rank does, in one word (`doing`), for users who watch a job:
 
 starts     it has not come out of init() yet           busy      it does what the others wait for, such as a checkpoint
 computes   the script works, or waits for < 0.1 s      done      its program has finished
@@ -11,7 +11,7 @@ waits      it waits for other ranks; nothing moves     failed    an error ends i
 wire       it waits, and data arrives or leaves        ended     its process has ended
 disk       its process is stuck in the kernel          stopped   its process is stopped, by SIGSTOP or a debugger
 
-A rank publishes a wait after 0.1 s (activity.py). So what is shorter counts as `computes`.
+A rank publishes a wait after 0.1 s (activity.py). So shorter waits count as `computes`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NO_PROGRESS = "no progress for"  # a report begins with it
 _MOST_STACKS = 3
 _MOST_FRAMES = 30
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-# Where a program waits for other ranks that does not do so by mpitrain: the backward pass of DDP is one of the places.
+# Where a program that does not use mpitrain waits for other ranks: the backward pass of DDP is one of these places.
 _MEETS = re.compile(
     r"/site-packages/(torch/(distributed|nn/parallel|autograd)/|torch/_tensor\.py|horovod/|jax/experimental/multihost)"
 )
-_WRAPS = re.compile(r"_|wrap|inner|decorate")  # how the names begin of functions that only pass a call on
+_WRAPS = re.compile(r"_|wrap|inner|decorate")  # prefixes of names of functions that only pass a call on
 _INSTALLED = re.compile(r".*/(site-packages|dist-packages|lib(64)?/python3[^/]*)/")
 _IMPORTLIB = "<frozen importlib"
 
@@ -106,13 +106,15 @@ def report(
 
 
 def stacks_of(views: Sequence[RankView], silent: Mapping[str, float]) -> list[str]:
-    """Return what every rank does and its stack, line by line, on demand. `silent`: hosts without an answer."""
+    """Return, on demand, what every rank does and its stack, line by line. `silent`: hosts without an answer."""
     lines = []
     for view in sorted(views, key=lambda view: view.record.rank):
         does = _verb([view], _doing(view)) if view.waits else _culprit(view)
         lines.append(f"rank {view.record.rank} on {view.host} {does}")
         lines += [f"    {line}" for line in _shown(view.stack)]
-    lines += [f"{host} has not answered; it was heard {seconds:.0f} s ago" for host, seconds in silent.items()]
+    lines += [
+        f"{host} has not answered; it was last heard from {seconds:.0f} s ago" for host, seconds in silent.items()
+    ]
     return lines
 
 
@@ -129,7 +131,7 @@ def as_stacks_show(view: RankView) -> RankView:
 
 
 def meeting_of(stack: str) -> str:
-    """Return in which call a rank waits for others, as in `all_reduce at train.py:12 (main)`; "": in none."""
+    """Return the call in which a rank waits for others, as in `all_reduce at train.py:12 (main)`; "": none."""
     frames = [match for line in main_thread(stack) if (match := _FRAME.match(line))]
     names: list[str] = []
     for frame in frames:
@@ -160,12 +162,12 @@ def all_wait_in_one(views: Sequence[RankView], absent: Mapping[int, str]) -> boo
 
 
 def all_have_finished(views: Iterable[RankView], absent: Mapping[int, str]) -> bool:
-    """True if the programs of all ranks have finished: nobody waits for a rank, only for the ends of processes."""
+    """True if the programs of all ranks have finished: no rank is waited for, only the ends of processes."""
     return not absent and all(view.record.status == ENDED for view in views)
 
 
 def _shown(stack: str) -> list[str]:
-    """Return the lines of the main thread's frames that tell something: an import has many others."""
+    """Return the informative lines of the main thread's frames: an import has many others."""
     return [line.strip() for line in main_thread(stack) if f'"{_IMPORTLIB}' not in line][:_MOST_FRAMES]
 
 
@@ -181,7 +183,7 @@ def main_thread(stack: str) -> list[str]:
 
 
 def importing(stack: str) -> str:
-    """Return which module a rank imports, as in `torch._dynamo.config`; "": it imports none."""
+    """Return the module that a rank is importing, as in `torch._dynamo.config`; "": none."""
     frames = [match.groups() for line in main_thread(stack) if (match := _FRAME.match(line))]
     while frames:
         path, _, function = frames.pop(0)
@@ -241,7 +243,7 @@ def _all_wait(hosts: Set[str], unreachable: Mapping[str, Sequence[str]]) -> str:
 
 
 def _culprit(view: RankView) -> str:
-    """Describe what a rank that does not wait does."""
+    """Describe what a rank that is not waiting does."""
     place = place_of(view.stack)
     where = f" in {place}" if place else ""
     words = f" in {view.record.words}" if view.record.words else ""
@@ -255,7 +257,7 @@ def _culprit(view: RankView) -> str:
         return f"is held{words} by a debugger"
     if view.state == "D":
         kernel = f" ({view.kernel})" if view.kernel not in ("", "0") else ""
-        return f"is stuck in the kernel{kernel}{where or words}: does a disk or a network share not answer?"
+        return f"is stuck in the kernel{kernel}{where or words}: does a disk or a network file system not answer?"
     if view.record.status == BUSY:
         return f"is in {view.record.words}, for which the others wait by design{', now' if where else ''}{where}"
     if module := importing(view.stack):
@@ -280,11 +282,11 @@ def _numbers(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {rank_ranges(ranks)}"
 
 
-# Data has moved in a wait of which nothing has moved for less than the first, and which began by the second before.
+# A wait counts as moving data if data last moved less than the first time ago, and it began at least the second before.
 _STILL_SECONDS, _MOVED_SECONDS = 1.0, 0.05
 
 
-# In these, `doing_seconds` of a view is about something else. Only who looks sees when they began.
+# In these, `doing_seconds` of a view refers to something else. Only the observer knows when they began.
 SEEN_ONLY = ("starts", "stopped", "disk", "lost", "unknown")
 
 

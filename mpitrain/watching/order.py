@@ -1,4 +1,4 @@
-"""An order: what somebody has told a training while it runs, as it comes from the launcher (launch/orders.py)."""
+"""A command to a running training, as it comes from the launcher (launch/orders.py)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MOST_SECONDS = 1e11  # the year 5138: Python can write it as a date
 
 @dataclass(frozen=True)
 class TrainingOrder:
-    """What somebody has told the training.
+    """A command to the training.
 
     Attributes:
-        of: the launcher that has numbered it.
+        of: the launcher that numbered it.
         number: from 1, in the order in which the launcher has accepted them.
         kind: one of KINDS.
         name: for "set": of the value.
@@ -26,7 +26,7 @@ class TrainingOrder:
         teller: the user and the host, such as "ada on lab1".
         at: when it was accepted, in seconds since the epoch, by the launcher's clock.
         after_step: an attempt before this one applied it after this step. None: no attempt has.
-        run: in which run of the script that was. 0: none has.
+        run: the run of the script that applied it. 0: none.
     """
 
     of: str
@@ -41,10 +41,10 @@ class TrainingOrder:
 
     @classmethod
     def of_plain(cls, fields: Mapping[str, Any]) -> TrainingOrder:
-        """Return the order in what a launcher has sent.
+        """Return the command in a launcher's message.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the fields are malformed.
         """
         order = made(cls, fields)
         if order.kind not in KINDS:
@@ -54,5 +54,5 @@ class TrainingOrder:
         return order
 
     def plain(self) -> dict[str, Any]:
-        """Return the order as the ranks get it."""
+        """Return the command in the form in which ranks get it."""
         return asdict(self)

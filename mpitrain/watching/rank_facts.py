@@ -1,8 +1,8 @@
-"""The facts that each rank publishes about itself for people and their tools: one table, which all readers ask.
+"""The facts that each rank publishes about itself, for users and their tools: one table, which all readers use.
 
 A new fact is a line here and a call of `activity.publish(name, value)`. The rank's record (rank_record.py), the ranks
-of a look (launch/live_picture.py), `mpitrain top`, `ps --json`, the Run page and Prometheus then have it. What only the
-launcher acts on, such as the step after which a rank has left, is a field of RankRecord instead.
+of a look (launch/live_picture.py), `mpitrain top`, `ps --json`, the Run page and Prometheus then have it. Values that
+only the launcher uses, such as the step after which a rank has left, are fields of RankRecord instead.
 
 This module is sent to other hosts as text. It imports only the standard library, and runs with old Pythons.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# When a table of ranks has a column for the fact. KNOWN: a rank has another value than the one for "absent".
+# When a table of ranks has a column for the fact. KNOWN: a rank has another value than the one for "absent". In a
+# terminal of less than 76 columns, `mpitrain top` leaves it out.
 ALWAYS, KNOWN, NEVER = "always", "known", "never"
 
 
@@ -26,7 +27,7 @@ class RankFact(NamedTuple):
         heading: of its column, for people.
         column: ALWAYS, KNOWN or NEVER.
         has_family: Prometheus has it, as mpitrain_rank_NAME.
-        help: what it is, in words that the documents and Prometheus have too.
+        help: its description, which the documents and Prometheus also show.
     """
 
     name: str

@@ -1,16 +1,16 @@
 """What a rank publishes about itself: one record, which its own process writes and others read.
 
 The record is a page of memory whose only name is below its process: /proc/PID/fd/N. The page is memory, not a file on
-disk: a write costs no system call, and neither a full disk nor a dead one can block a rank. The page vanishes with the
-last process that has it open. The agent of the host gets the page's descriptor from the rank (roll_call.py). So the
-agent can read a rank's last record after the rank was killed, and the record of a rank in a container, which has its
-own /proc. Under a bare mpiexec the ranks of a host read each other's pages by name.
+disk: a write costs no system call, and neither a full nor a failed disk can block a rank. The page vanishes with the
+last process that has it open. The host's agent gets the page's descriptor from the rank (roll_call.py). So the agent
+can read a rank's last record after the rank was killed, and the record of a rank in a container, which has its own
+/proc. Under a bare mpiexec the ranks of a host read each other's pages by name.
 
-An agent writes into the page too: the newest order for the training (launch/orders.py). A rank that has none pays for
-it with one look at a number in each step.
+An agent also writes into the page: the newest command to the training (launch/orders.py). Without commands, a rank only
+reads one number in each step.
 
-A metric has a name that a script has chosen, and training reports it. A fact has a name that mpitrain knows: it is a
-line of rank_facts.py.
+A metric has a name that a script chooses, and training reports it. A fact has a name that mpitrain defines: a line of
+rank_facts.py.
 
 No other module knows the layout of the page. This module is sent to other hosts as text. So it imports only modules
 that are sent before it, and must run with old Pythons.
@@ -33,15 +33,15 @@ from mpitrain.reading import message_of, whole
 from mpitrain.watching.rank_facts import FACTS
 
 # How far a rank has come. STARTED: its process runs. CALLED: it is in init(). BEGUN: init() has returned.
-# DONE: its program has finished, and it waits until those of all others have. PARTED: they have.
-# FAILED: an error ends the rank, and the job with it.
+# DONE: its program has finished, and it waits until all others have. PARTED: all have. FAILED: an error ends the rank,
+# and the job with it.
 STARTED, CALLED, BEGUN, DONE, PARTED, FAILED = PHASES = ("started", "called", "begun", "done", "parted", "failed")
 
 # What a rank does. BUSY: the others wait for it by design. ENDED: its program has finished.
 WORKS, WAITS, BUSY, ENDED = range(4)
 
-# A rank writes its stacks at this signal, which nobody else uses: UCX has SIGHUP and SIGALRM, batch systems SIGUSR1 and
-# SIGUSR2, glibc the first two real-time signals.
+# A rank writes its stacks at this signal, which nothing else uses: UCX has SIGHUP and SIGALRM, batch systems SIGUSR1
+# and SIGUSR2, glibc the first two real-time signals.
 STACK_SIGNAL = signal.SIGRTMIN + 11
 
 NAME = "mpitrain-rank-"
@@ -52,15 +52,15 @@ _BYTES = 65536
 # Words of 8 bytes: each is written in one piece, and separately.
 _EDITION, _CALLS, _MOVED, _FIRST_STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _TOLD, _READY, _ORDER, _CHECKPOINT = range(11)
 _METRICS, _MOST_METRICS = 11, 32
-_FACTS = _METRICS + _MOST_METRICS  # in the order of the table
+_FACTS_AT = _METRICS + _MOST_METRICS  # in the order of the table
 _EDITION_AGAIN = _BYTES // 8 - 1
 # since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, lengths of the five texts
 _TEXTS = struct.Struct("<ddddiiBBHHHHH400s400s800s400s400s")
 _TEXTS_AT = 512
-assert 8 * (_FACTS + len(FACTS)) <= _TEXTS_AT, "rank_facts.FACTS has more lines than a rank's record has room for"
+assert 8 * (_FACTS_AT + len(FACTS)) <= _TEXTS_AT, "rank_facts.FACTS has more lines than a rank's record has room for"
 _MOST_TEXT, _MOST_NAMES = 400, 800
-# Texts of any length up to these, each behind its length: the newest order, which the agent writes, and what the
-# training can be told, which the rank writes.
+# Texts of any length up to these, each behind its length: the newest command, which the agent writes, and the commands
+# that the training accepts, which the rank writes.
 _LENGTH = struct.Struct("<I")
 _ORDER_AT, MOST_ORDER_BYTES = 4096, 4000
 _STEERING_AT, MOST_STEERING_BYTES = 8192, 57000
@@ -75,7 +75,7 @@ class RankRecord:
         phase: one of PHASES.
         pid: the process that mpiexec has started as this rank, as seen where it runs.
         first_step: the first step that the rank began; 1, unless it resumed from a checkpoint. 0: it began none.
-        facts: what it has published of rank_facts.FACTS, by name; without those that are 0.
+        facts: its published facts of rank_facts.FACTS, by name, without those that are 0.
         metrics: the last value of each metric, by name; includes "loss" and "samples/s" of the last step.
         calls: number of calls begun, counting calls that all ranks make.
         moved: how often data has arrived or left.
@@ -92,10 +92,10 @@ class RankRecord:
         left_seconds: when that was, by time.monotonic() of its host.
         run: the number of the run, of a Trainer or a loop with mt.keep, that copies its state to memory; 0: none does.
         told_to_end: whether SIGTERM has told it to end, and it waits for what the launcher says.
-        is_ready: it has made all that it needs, and waits for the ranks before it to leave.
+        is_ready: it has made everything that it needs, and waits for the earlier ranks to leave.
         record_folder: where it writes the record of the run, as an absolute path; "": it writes none.
-        steering: what its training can be told, and what became of the newest orders, as JSON (training/steering.py);
-            "": it trains with no Trainer.
+        steering: the commands that its training accepts, and the outcomes of the newest ones, as JSON
+            (training/steering.py); "": it trains without a Trainer.
         has_checkpoint: it has taken a checkpoint, in memory or on disk, or resumed from one.
     """
 
@@ -132,12 +132,12 @@ class RankRecord:
 
     @property
     def paused(self) -> str:
-        """Who has paused its training, when, and after which step; "": nobody has."""
+        """Who paused its training, when, and after which step; "": it is not paused."""
         return str(read_steering(self.steering).get("paused", ""))
 
 
 def read_steering(text: str) -> dict[str, Any]:
-    """What a rank has published; {} if its text is torn."""
+    """Parse the text that a rank has published; {} if it is incomplete."""
     try:
         return message_of(text)
     except ValueError:
@@ -160,11 +160,12 @@ class Page:
         self._places: dict[str, int] = {}  # the place of each metric
         self._facts: dict[str, tuple[memoryview[Any], int]] = {
             fact.name: (self._numbers if fact.kind is int else self._reals, place)
-            for place, fact in enumerate(FACTS, _FACTS)
+            for place, fact in enumerate(FACTS, _FACTS_AT)
         }
 
     def write(self, record: RankRecord, status: int, words: str, since: float) -> None:
-        """Write all but the numbers with methods of their own; the last three arguments replace the record's fields."""
+        """Write everything except the numbers that have their own methods; the last three arguments replace the
+        record's fields."""
         doing, error = words.encode(errors="replace")[:_MOST_TEXT], record.error.encode(errors="replace")[:_MOST_TEXT]
         names = "\n".join(self._places).encode(errors="replace")
         edition = self._numbers[_EDITION] + 1
@@ -179,7 +180,7 @@ class Page:
         self._numbers[_EDITION_AGAIN] = edition
 
     def publish(self, name: str, value: float) -> None:
-        """Set a fact of rank_facts.FACTS. Raises ValueError, with the name, for what is none or has no such value."""
+        """Set a fact of rank_facts.FACTS. Raises ValueError for an unknown name, or a value that is not allowed."""
         try:
             words, place = self._facts[name]
             words[place] = value
@@ -221,15 +222,15 @@ class Page:
 
     @property
     def order_number(self) -> int:
-        """The number of the newest order that the agent has written; 0: there is none."""
+        """The number of the newest command that the agent has written; 0: there is none."""
         return self._numbers[_ORDER]
 
     def order(self) -> dict[str, Any]:
-        """The newest order. It stays until the agent knows what became of it. Raises ValueError if it is damaged."""
+        """The newest command. It stays until the agent knows its outcome. Raises ValueError if it is damaged."""
         return message_of(_text_at(self._memory, _ORDER_AT, MOST_ORDER_BYTES))
 
     def set_steering(self, text: str) -> None:
-        """Set what the training can be told; see RankRecord. Raises ValueError if it finds no room."""
+        """Set the commands that the training accepts; see RankRecord. Raises ValueError if the text does not fit."""
         data = _framed(text, MOST_STEERING_BYTES)
         edition = self._numbers[_EDITION] + 1
         self._numbers[_EDITION] = edition
@@ -237,7 +238,8 @@ class Page:
         self._numbers[_EDITION_AGAIN] = edition
 
     def set_metrics(self, metrics: Mapping[str, float]) -> bool:
-        """Set these metrics. Return whether a name is new, so that `write` must follow. Drop what finds no room."""
+        """Set these metrics. Return whether a name is new, so that `write` must follow. Metrics that do not fit are
+        dropped."""
         is_new = False
         for name, value in metrics.items():
             place = self._places.get(name)
@@ -260,10 +262,10 @@ def _why_not(name: str, value: object) -> str:
 
 
 def write_order(page: int, order: Mapping[str, Any]) -> None:
-    """Write an order into the page with this descriptor: {"number": from 1, and more}. An agent calls this.
+    """Write a command into the page with this descriptor: {"number": from 1, and more}. An agent calls this.
 
-    The order before it must have been answered. Its number comes last, so a rank never reads half an order.
-    Raises ValueError if it finds no room.
+    The previous command must have been answered. The number is written last, so a rank never reads half a command.
+    Raises ValueError if it does not fit.
     """
     os.pwrite(page, _framed(json.dumps(order), MOST_ORDER_BYTES), _ORDER_AT)
     os.pwrite(page, struct.pack("=Q", order["number"]), 8 * _ORDER)
@@ -273,7 +275,7 @@ def _framed(text: str, most: int) -> bytes:
     """A text behind its length, as `_text_at` reads it."""
     data = text.encode()
     if len(data) > most:
-        raise ValueError(f"a text of {len(data)} bytes for the record of a rank; at most {most} find room")
+        raise ValueError(f"a text of {len(data)} bytes for the record of a rank; at most {most} fit")
     return _LENGTH.pack(len(data)) + data
 
 
@@ -304,7 +306,7 @@ def read_record(path: str, rank: int) -> RankRecord | None:
         fields = _TEXTS.unpack_from(data, _TEXTS_AT)
     except (OSError, struct.error, TypeError, IndexError):
         return None
-    with suppress(IndexError, TypeError):  # it is no record of ours
+    with suppress(IndexError, TypeError):  # it is not a record of mpitrain
         return _record(rank, data, fields)
     return None
 
@@ -338,7 +340,7 @@ def _record(rank: int, data: bytes, fields: Sequence[Any]) -> RankRecord:
         first_step=numbers[_FIRST_STEP],
         facts={
             fact.name: value
-            for place, fact in enumerate(FACTS, _FACTS)
+            for place, fact in enumerate(FACTS, _FACTS_AT)
             if (value := numbers[place] if fact.kind is int else reals[place])
         },
         metrics={name: reals[_METRICS + place] for place, name in enumerate(names.split("\n") if names else ())},

@@ -1,18 +1,18 @@
-"""The ranks of a host make themselves known to the job's agent there: each calls at a socket that the agent has made.
+"""Registration of a host's ranks with the job's agent there: each connects to a socket that the agent has made.
 
-With its number a rank hands over two descriptors: of its own process, and of its record (rank_record.py). So the agent
-can read what the rank says, and see its end, whatever number its process has. In a container the number is mostly a
-different one, or there is none.
-The line stays open as long as the process lives. It breaks when the kernel closes the files of the process. At the same
-time the process's line to mpiexec breaks, and mpiexec ends the other ranks.
+With its number, a rank sends two descriptors: of its own process, and of its record (rank_record.py). So the agent can
+read the record and see the rank's end, whatever its process id: in a container the id is mostly different, or there is
+none. The connection stays open as long as the process lives. It breaks when the kernel closes the files of the process.
+At the same time the process's connection to mpiexec breaks, and mpiexec ends the other ranks.
 
-The agent may see this late. So a rank that has a record also hands over a witness of the time: the far end of a TCP
-connection of the rank to itself. As the rank ends, the kernel closes the near end and sends a FIN to the far end, in
-this host. It notes there when the last packet came. The agent asks for that time (TCP_INFO, tcp(7)). On a busy host it
-may see an end half a second late. By then mpiexec has ended the ranks of other hosts, whose agents may look sooner. By
-the kernel's times, a rank that ended because of another one ended after that one.
+The agent may see this late. So a rank that has a record also sends a witness of the time: the far end of a TCP
+connection of the rank to itself. When the rank ends, the kernel closes the near end and sends a FIN to the far end, on
+the same host, where it notes when the last packet came. The agent asks for that time (TCP_INFO, tcp(7)). On a busy host
+it may see an end half a second late. By then mpiexec has ended the ranks of other hosts, whose agents may look sooner.
+By the kernel's times, a rank that ended because of another one ended after that one.
 
-This module is sent to other hosts as text. It imports only modules that are sent with it, and runs with an old Python.
+The text of this module is sent to other hosts. It imports only modules that are sent with it, and runs with an old
+Python.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def close_first(*connections: socket.socket) -> list[socket.socket]:
     """Give these connections high numbers: the end of this process closes the last of them first, then the one before.
 
     The end of a process closes its files one by one, that with the highest number first (since Linux 4.3). On a busy
-    host others run in between: ranks that see their own connections to this one broken, and end because of that.
+    host other ranks may run in between, see their own connections to this one broken, and end because of that.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if soft < 0 else min(soft, _MOST_FILES)
@@ -102,13 +102,14 @@ _MOST_WAITING = 4096
 _YOUNG_SECONDS = 60.0
 _PIDFD_OPEN = 434  # the system call's number, on all processors
 _MOUNTS = "/proc/self/mountinfo"
-# Of these file systems a folder is on one machine only. On a share, a socket of another machine looks like one left.
+# On these file systems, a folder is on one machine only. In a shared folder, a socket of another machine would look
+# abandoned.
 _LOCAL = ("btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
 
 
 @dataclass(frozen=True)
 class Appearance:
-    """What a rank has sent over a line.
+    """A rank's registration.
 
     Attributes:
         rank: the rank that called.
@@ -130,13 +131,13 @@ class Appearance:
 
 
 class OpenLine:
-    """What a process keeps open as long as it lives."""
+    """A connection that a process keeps open as long as it lives."""
 
     def __init__(self, *sockets: socket.socket) -> None:
         self._sockets = sockets
 
     def close(self) -> None:
-        """Let the agent take this for the end of the process, unless another process has it open too."""
+        """Close it. The agent takes this for the end of the process, unless another process also has it open."""
         for each in self._sockets:
             each.close()
 
@@ -144,7 +145,7 @@ class OpenLine:
 def appear(
     path: str, rank: int, record: int | None = None, starter: int = 0, errors: int | None = None
 ) -> OpenLine | None:
-    """Call at the socket of an agent, and return the line to it. None if there is no socket.
+    """Register at the socket of an agent, and return the connection. None if there is no socket.
 
     Args:
         path: the path of the socket.
@@ -153,7 +154,7 @@ def appear(
         starter, errors: see Appearance.
 
     Raises:
-        OSError: the path is not a socket, or the agent belongs to another user, who must get no descriptor.
+        OSError: the path is not a socket, or the agent belongs to another user, who must not get descriptors.
     """
     pair = None if record is None else connect_to_self()
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -163,7 +164,7 @@ def appear(
             line.connect(address)
         if (user := user_of(line)) != os.geteuid():
             raise PermissionError(f"user {user} listens there, and the rank runs as user {os.geteuid()}")
-    except (FileNotFoundError, ConnectionRefusedError):  # the path is another machine's, or the agent has gone
+    except (FileNotFoundError, ConnectionRefusedError):  # the path is another machine's, or the agent is gone
         whole.close()
         return None
     except OSError as error:
@@ -192,7 +193,7 @@ def appear(
 
 
 def listen(path: str) -> socket.socket:
-    """Make the socket at which ranks of this user can call.
+    """Make the socket at which ranks of this user can register.
 
     Raises:
         OSError: the socket cannot be made, or the path exists.
@@ -210,9 +211,9 @@ def listen(path: str) -> socket.socket:
 
 
 def remove_left(path: str) -> None:
-    """Remove the sockets beside this one that no process has any more: job and agent were killed together.
+    """Remove the sockets beside this one that no process has open: their job and agent were killed together.
 
-    Nothing is removed if it is not sure that the folder is this machine's own.
+    Nothing is removed unless the folder is certainly on this machine.
     """
     with contextlib.suppress(OSError):  # others may write in this folder, and not look into it
         if not _is_local(Path(path).parent):
@@ -221,7 +222,7 @@ def remove_left(path: str) -> None:
             with contextlib.suppress(OSError):  # somebody else has removed it
                 status = left.lstat()
                 is_own = stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid()
-                # A socket that is being made has its name a moment before it has a process.
+                # A new socket has its name a moment before it has a process.
                 if is_own and time.time() - status.st_mtime > _YOUNG_SECONDS and _is_left(str(left)):
                     left.unlink()
 
@@ -238,7 +239,7 @@ def _is_local(folder: Path) -> bool:
 
 
 def _is_left(path: str) -> bool:
-    """True if no process has this socket. An agent does not notice: its own socket is of another type."""
+    """True if no process has this socket. An agent does not notice the test: its own socket is of another type."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line, _address(path) as address:
         try:
             line.connect(address)
@@ -250,7 +251,7 @@ def _is_left(path: str) -> bool:
 
 
 def receive(line: socket.socket) -> Appearance | None:
-    """What a rank has sent on a line to the socket of `listen`. None: the rank has hung up."""
+    """Receive a rank's registration on a connection to the socket of `listen`. None: the rank has hung up."""
     try:
         message, numbers = receive_message(line)
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
 """What a server publishes about its workers: a JSON text in memory, which has its only name below the server's process.
 
-It is the other part of the record of such a rank (rank_record.py), whose one page has no room for workers. A reader may
-come in the middle of a write. It then sees by the checksum that the text is not whole, and reads again.
+It is the second part of the record of such a rank (rank_record.py), whose single page has no room for workers. A reader
+may come in the middle of a write. The checksum then shows that the text is incomplete, and it reads again.
 
-This module is sent to other hosts as text. It imports no other module of mpitrain, and runs with an old Python.
+The text of this module is sent to other hosts. It imports no other module of mpitrain, and runs with an old Python.
 """
 
 from __future__ import annotations
@@ -57,4 +57,4 @@ def read_served(path: str) -> dict[str, Any] | None:
             if len(text) == length and zlib.crc32(text) == checksum:
                 return message_of(text)
         time.sleep(_PAUSE_SECONDS)
-    raise ValueError(f"its text does not have the checksum that stands before it, {_TRIES} times in a row")
+    raise ValueError(f"its text does not match its checksum, {_TRIES} times in a row")

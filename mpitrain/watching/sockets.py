@@ -1,9 +1,10 @@
 """Sockets between the processes of one host: messages of JSON with descriptors, and who is at the other end.
 
 A socket with a name and no file (an abstract socket of unix(7)) is gone with its process, however that ends. Any user
-may call at it, so both sides look whose the other side is: `of_this_user`, `call`.
+may connect to it, so both sides check the other's user: `of_this_user`, `call`.
 
-Sent to other hosts as text. So this module imports only a module that comes with it, and must run with old Pythons.
+The text of this module is sent to other hosts. So it imports only a module that is sent with it, and must run with old
+Pythons.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _NAME_SECONDS = 5.0
 
 
 def listen(name: str, is_taken: Callable[[], None] = lambda: None) -> socket.socket:
-    """Make the abstract socket of this name, at which processes of this host can call.
+    """Make the abstract socket of this name, to which processes of this host can connect.
 
     While another process has the name, `is_taken` is called before each further attempt.
 
@@ -54,7 +55,7 @@ def listen(name: str, is_taken: Callable[[], None] = lambda: None) -> socket.soc
 
 
 def accepted(listener: socket.socket) -> list[socket.socket]:
-    """Take in all that have called at a socket that does not block. Nobody waits for them either."""
+    """Accept all connections to a non-blocking socket. The connections do not block either."""
     lines = []
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -65,7 +66,7 @@ def accepted(listener: socket.socket) -> list[socket.socket]:
 
 
 def of_this_user(lines: Iterable[socket.socket]) -> list[socket.socket]:
-    """Keep the lines to processes of this user, and close the others."""
+    """Return the connections to processes of this user, and close the others."""
     own = []
     for line in lines:
         if user_of(line) == os.geteuid():
@@ -98,7 +99,7 @@ def receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
     Raises:
         OSError: the other side has hung up.
-        ValueError: what has come is no message.
+        ValueError: the received data is not a message.
     """
     data, numbers = receive_bytes(line)
     try:
@@ -112,7 +113,7 @@ def receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def receive_bytes(line: socket.socket) -> tuple[bytes, list[int]]:
-    """Wait for what comes next, with its descriptors. b"": the other side has hung up."""
+    """Wait for the next bytes, with their descriptors. b"": the other side has hung up."""
     room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * struct.calcsize("i"))
     data, extra, _, _ = line.recvmsg(_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     numbers = array.array("i")

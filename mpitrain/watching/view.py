@@ -1,6 +1,7 @@
-"""A rank as other processes see it: its record, and what the kernel says about its process.
+"""A rank as other processes see it: its record, and the kernel's data about its process.
 
-This module is sent to other hosts as text. It imports only modules that are sent with it, and runs with an old Python.
+The text of this module is sent to other hosts. It imports only modules that are sent with it, and runs with an old
+Python.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from mpitrain.watching.rank_record import ENDED, STACK_SIGNAL, WAITS, RankRecord
 
 _STACK_SECONDS = 1.0
-# A stack is whole when nothing more of it has come for so long: its writer may have to wait on a busy machine.
+# A stack is complete when nothing more of it has come for this long: on a busy machine, its writer may have to wait.
 _QUIET_SECONDS = 0.15
 _STACK_BYTES = 16384
 _IDLE_SHARE = 0.02
@@ -30,17 +31,18 @@ class RankView:
         record: the last record of the rank.
         pid: the number of its process on the host. 0: the process has no number there.
         seconds: how long the rank has waited while nothing moved. 0: the rank does not wait.
-        state: the state of its process, as ps names it. "": nobody has looked.
+        state: the state of its process, as ps names it. "": not checked.
         kernel: the place in the kernel where a process in state D waits.
         stack: faulthandler's text of all threads of the rank.
         ended_seconds: how long ago its process ended. None: the process has not ended.
         is_orphan: the process that started the rank has ended, and the rank has not.
         host: the host of the rank. "": the host that wrote this.
         doing_seconds: how long the rank has done what its record says.
-        reads: a number that grows while the process reads files, as in imports; 0 where nobody has looked.
-        idle_seconds: of a rank that has not called init(): for how long it has used no processor and read nothing.
-        code: the exit code of its process, or the number of the signal below 0; None: it runs, or nobody knows.
-        traceback: of a rank that has failed before init(), or never calls it: what its error file has.
+        reads: a number that grows while the process reads files, as in imports; 0: not checked.
+        idle_seconds: for a rank that has not called init(): how long it has used no processor and read nothing.
+        code: the exit code of its process, or minus the number of the signal; None: it runs, or the code is not known.
+        traceback: for a rank that failed before init(), or never calls it: the traceback in its error file.
+        recorded: its last calls of NCCL (flight_recorder.py), where somebody has looked.
     """
 
     record: RankRecord
@@ -57,6 +59,7 @@ class RankView:
     idle_seconds: float = 0.0
     code: int | None = None
     traceback: str = ""
+    recorded: Sequence[dict[str, Any]] = ()
 
     @property
     def waits(self) -> bool:
@@ -80,7 +83,7 @@ def waited(record: RankRecord, now: float) -> float:
 
 
 def look_at(views: Iterable[RankView], *, is_whole: bool = False) -> list[RankView]:
-    """Look again at these ranks of this host, in order, with the kernel's view of their processes, and with stacks.
+    """Observe these ranks of this host again, in order, with the kernel's data about their processes, and with stacks.
 
     All ranks that do not wait are asked for their stacks, and so is the first rank that waits; with `is_whole`, all.
     """
@@ -88,7 +91,7 @@ def look_at(views: Iterable[RankView], *, is_whole: bool = False) -> list[RankVi
     asked: dict[int, tuple[int, int]] = {}
     has_one_that_waits = False
     for view in views:
-        # The number of one that has ended may be another's by now.
+        # The process id of one that has ended may belong to another process by now.
         waits = view.record.status in (WAITS, ENDED)
         if view.ended_seconds is not None or (waits and has_one_that_waits and not is_whole):
             continue
@@ -157,10 +160,10 @@ def num_reads(pid: int) -> int:
 
 
 class Idleness:
-    """For how long a process has used no processor and read nothing, with the processes of its own program below it,
-    such as those that load its data: what collects metrics or serves logs is another program, and never idle.
+    """For how long a process has used no processor and read nothing, including child processes of its own program, such
+    as those that load its data. A child that collects metrics or serves logs is another program, and never idle.
 
-    The threads of libraries wake up now and then, so what is below `_IDLE_SHARE` of a core counts as nothing.
+    The threads of libraries wake up now and then, so less than `_IDLE_SHARE` of a core counts as nothing.
     """
 
     def __init__(self) -> None:
@@ -182,7 +185,7 @@ class Idleness:
 
 
 def _below(pid: int) -> list[int]:
-    """Return the processes that this one has started, and those that they have started."""
+    """Return the descendants of this process."""
     found: list[int] = []
     for task in _names(f"/proc/{pid}/task"):
         for child in _read(f"/proc/{pid}/task/{task}/children").split():
@@ -216,13 +219,14 @@ def _stacks_of(pid: int) -> int:
 
 
 def process_state(pid: int) -> str:
-    """The state of a process as ps names it: R runs, S sleeps, D waits for a disk or network share, T is stopped."""
+    """The state of a process as ps names it: R runs, S sleeps, D waits for a disk or network file system, T is
+    stopped."""
     stat = _read(f"/proc/{pid}/stat")
     return stat.rpartition(b")")[2].split()[0].decode() if stat else "gone"
 
 
 def process_numbering() -> int:
-    """The numbering by which this process knows others. A container mostly has a numbering other than the machine's."""
+    """The PID namespace of this process. A container mostly has a namespace other than the machine's."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:  # /proc is another container's

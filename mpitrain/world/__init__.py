@@ -1,1 +1,1 @@
-"""Who takes part: ranks, nodes and local ranks, how arrays lie over them, and which part of a batch is whose."""
+"""Who takes part: ranks, nodes and local ranks, how arrays are placed on them, and each rank's part of a batch."""

@@ -1,4 +1,4 @@
-"""How a value lies over the ranks: equal on all, parts of a batch, or summands of a sum."""
+"""The placement of a value on the ranks: equal on all, parts of a batch, or summands of a sum."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Expected: TypeAlias = Literal["equal", "parts", "sum"]
 
 @dataclass(frozen=True)
 class RankLayout:
-    """How the arrays of all ranks differ, as far as their shapes, dtypes and bits tell. The same on every rank.
+    """How the arrays of all ranks differ, as far as shapes, dtypes and bits show. The same on every rank.
 
     Attributes:
         kind: "equal": shape, dtype and bits are equal on all ranks. "differs": shape and dtype are equal and the bits
@@ -40,13 +40,13 @@ class RankLayout:
     groups: tuple[tuple[int, ...], ...]
 
     def __str__(self) -> str:
-        """The layout in a line."""
+        """Describe the layout in one line."""
         first = f"{self.dtypes[0]} {self.shapes[0]}"
         if self.kind == "equal":
             return f"equal on all {len(self.shapes)} ranks: {first}"
         if self.kind == "differs":
             groups = "; ".join(rank_ranges(group) for group in self.groups)
-            return f"{first} on every rank, with other bits: ranks with equal bits are {groups}"
+            return f"{first} on every rank, with different bits: ranks with equal bits are {groups}"
         if self.kind == "parts":
             lengths = ", ".join(str(shape[0]) for shape in self.shapes)
             return f"parts of {sum(shape[0] for shape in self.shapes)} rows: {lengths} by rank, {self.dtypes[0]}"
@@ -76,12 +76,14 @@ def find_layout(world: World, array: Array, expected: Expected | None) -> RankLa
     if expected is not None and layout.kind not in _ALLOWED[expected]:
         raise everywhere(MismatchError(_difference(world, layout, expected)))
     if expected == "parts" and not layout.shapes[0]:
-        raise everywhere(MismatchError(f"{world.name(0)}: a number is no part of a batch; give it a first dimension"))
+        raise everywhere(
+            MismatchError(f"{world.name(0)}: a number is not a part of a batch; give it a first dimension")
+        )
     return layout
 
 
 def _checked(world: World, array: Array, expected: Expected | None) -> numpy.ndarray:
-    """Return the array on the host."""
+    """Return the array as a CPU array."""
     if expected is not None and not (isinstance(expected, str) and expected in _ALLOWED):
         allowed = ", ".join(map(repr, _ALLOWED))
         raise ConfigError(f"{world.name()}: expected={shortened(expected)}; allowed: {allowed}")
@@ -90,12 +92,12 @@ def _checked(world: World, array: Array, expected: Expected | None) -> numpy.nda
     check_class(array, f"{world.name()}: where of the array")
     host: numpy.ndarray = array.get() if is_device_array(array) else numpy.asarray(array)
     if host.dtype.hasobject:
-        raise TreeError(f"{world.name()}: where takes no array of Python objects; convert it to numbers")
+        raise TreeError(f"{world.name()}: where does not take an array of Python objects; convert it to numbers")
     return host
 
 
 def _layout(gathered: Sequence[tuple[str, tuple[int, ...], bytes]]) -> RankLayout:
-    """Pure: from dtype, shape and digest of every rank."""
+    """Compute the layout from dtype, shape and digest of every rank. A pure function."""
     dtypes, shapes, _ = zip(*gathered, strict=True)
     groups = [tuple(rank for rank, other in enumerate(gathered) if other == one) for one in dict.fromkeys(gathered)]
     if len(groups) == 1:
@@ -110,7 +112,7 @@ def _layout(gathered: Sequence[tuple[str, tuple[int, ...], bytes]]) -> RankLayou
 
 
 def _difference(world: World, layout: RankLayout, expected: Expected) -> str:
-    """Name the first rank that does not have what was expected."""
+    """Describe the first rank whose array is not as expected."""
     items = [f"{dtype} {shape}" for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)]
     if expected == "equal":
         rank = next(rank for rank in range(world.size) if rank not in layout.groups[0])

@@ -1,4 +1,4 @@
-"""One rank's part of what all ranks have: of a number of things, and of batches."""
+"""A rank's part of a number of items, and of batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def part_of(length: int, rank: int, size: int) -> slice:
-    """The part of `length` things that belongs to `rank`: contiguous, sizes differ by at most one, larger first."""
+    """The part of `length` items that belongs to `rank`: contiguous; sizes differ by at most one, larger parts
+    first."""
     share, rest = divmod(length, size)
     begin = rank * share + min(rank, rest)
     return slice(begin, begin + share + (rank < rest))
@@ -25,20 +26,20 @@ def part_in(world: World, length: int) -> slice:
 
 
 class Part(NamedTuple):
-    """This rank's part of a batch: `own` of `total` samples. If it is 0, one sample is there that does not count."""
+    """This rank's part of a batch: `own` of `total` samples. If 0, the rank has one sample, which does not count."""
 
     own: int
     total: int
 
 
-# One: of the batch that this process took last, while its loop has not come to the end. An error may be due to it.
+# At most one: the part of the newest batch, until its loop ends. An error may be due to it.
 newest_part: list[Part] = []
 
 
 def shards(world: World, batches: Iterable[Tree], start: int) -> Iterator[Tree]:
     """See World.shard."""
     if start < 0:
-        raise ValueError(f"{world.name()}: start={start}; it is a number of batches to leave out, 0 or more")
+        raise ValueError(f"{world.name()}: start={start}; it is the number of batches to skip, 0 or more")
     index = -1
     for index, batch in enumerate(batches):
         if 0 < index < start:
@@ -72,5 +73,6 @@ def shards(world: World, batches: Iterable[Tree], start: int) -> Iterator[Tree]:
 
 
 def largest_part(whole: float, num_ranks: int) -> float:
-    """Return rank 0's part of a batch, the largest of all; of a weight that is no number of samples, an equal share."""
+    """Return rank 0's part of a batch, the largest of all; for a weight that is not a number of samples, an equal
+    share."""
     return -(-whole // num_ranks) if float(whole).is_integer() else whole / num_ranks

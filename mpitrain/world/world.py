@@ -1,4 +1,4 @@
-"""World: which rank this is, who the others are, and the calls that all ranks make together."""
+"""World: this rank, the other ranks, and the calls that all ranks make together."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TreeExchange(Protocol):
 
 
 class Observer(Protocol):
-    """Is told which samples and synced arrays this rank gets, and the mean gradients. verify/run_record.py is one."""
+    """Receives the samples and broadcast arrays of this rank, and the mean gradients. verify/run_record.py is one."""
 
     def saw(self, batch: Tree) -> None: ...
 
@@ -59,7 +59,7 @@ class StepWatch(Protocol):
     """Measures the steps of a rank that trains alone. job/step_times.py is one.
 
     Attributes:
-        divisor: this rank takes of each batch what it would take among so many times the ranks of its World.
+        divisor: this rank takes the part of each batch that it would take among this many times the ranks of its World.
     """
 
     divisor: int
@@ -81,19 +81,19 @@ class World:
     are collective: every rank must call them, in the same order and at the same line of the program (see `same_call`).
     If the ranks make different calls, every rank gets a MismatchError that names the first difference. If a rank
     cannot make its call, because of an argument or an object that cannot be pickled, every rank gets the error, and the
-    ranks can continue. A `root`, `to` or `source` that is no rank is a ConfigError, which is a ValueError. In a World
+    ranks can continue. A `root`, `to` or `source` that is not a rank raises ConfigError, a ValueError. In a World
     of one rank every call works and sends nothing.
 
     Attributes:
         hosts: the host name of every rank.
         node_ranks: the node rank of every rank.
-        generation: how many Worlds the job had before, because ranks were lost or have joined.
+        generation: the number of Worlds that the job had before, because ranks were lost or have joined.
         config: the settings of the job, equal on all ranks.
     """
 
     # Programs do not make Worlds: job/worlds.py makes the World of a job.
     comm: MPI.Comm  # a private duplicate, for array data
-    queue: Queue  # what has been started on it
+    queue: Queue  # the work that has been started on it
     objects: MPI.Comm  # a private duplicate, for agreements and Python objects
     background: Background  # the calls of mpitrain.collectives, on a private duplicate
     hosts: tuple[str, ...]  # host name of every rank
@@ -103,13 +103,13 @@ class World:
     context: JobContext  # what the launcher told this rank
     control: Control
     make_arrays: Callable[[World], TreeExchange]
-    owned: list[Callable[[], None]]  # what gives back to MPI, and to others, what was made for this world
+    owned: list[Callable[[], None]]  # functions that free what was made for this World
     profile: Profile = DEFAULT
     parent: World | None = None  # that this one's ranks are a part of; None for the first of a job
     observer: Observer | None = None  # with `mpitrain verify`
     watch: StepWatch | None = None  # with `mpitrain plan`
     committer: Callable[[], None] | None = None  # with `mpitrain run --recover`
-    # The same; ends this process if an error says that the others are to continue without it.
+    # The same; ends this process if an error means that the others must continue without it.
     leaver: Callable[[BaseException], None] | None = None
 
     @cached_property
@@ -149,7 +149,7 @@ class World:
 
     @property
     def rehearsal(self) -> str:
-        """The command that runs the script only to look at it, so that nothing is to be written; "" in a real run."""
+        """The command that only rehearses the script, so that nothing must be written; "" in a real run."""
         return "mpitrain verify" if self.observer else "mpitrain plan" if self.watch else ""
 
     @property
@@ -181,13 +181,13 @@ class World:
         """Return `root`'s values in a new tree on every rank.
 
         Args:
-            tree: any nesting of dicts, lists, tuples and None around arrays (host or device, any dtype and shape)
-                and numbers. The tree must have the same form on every rank. It is not changed. Of the subclasses of
-                numpy.ndarray, matrix and recarray are kept, and a memmap becomes a plain array.
+            tree: any nesting of dicts, lists, tuples and None around arrays (CPU or GPU, any dtype and shape) and
+                numbers. The tree must have the same form on every rank. It is not changed. The numpy.ndarray subclasses
+                matrix and recarray are kept; a memmap becomes a plain array.
             root: the rank whose values are sent.
 
         Returns:
-            A tree of the same form. Each array is new, and is where this rank's array is: on the host or on its device.
+            A tree of the same form. Each array is new, and on the same device as this rank's array.
 
         Raises:
             MismatchError: the trees differ in form, shape or dtype. Raised on every rank, before anything is sent.
@@ -200,11 +200,11 @@ class World:
         return result
 
     def sum(self, tree: Tree) -> Tree:
-        """Return the sum over ranks of every leaf, in a new tree, with the same bits on every rank.
+        """Return the sum over ranks of every leaf, in a new tree that is bitwise identical on every rank.
 
         Leaves may have any integer or floating dtype, also float16 and bfloat16. The result has the same dtypes, and
-        its arrays are where those of `tree` are. Integers in arrays wrap as in NumPy. `tree` and errors are those of
-        `broadcast`.
+        its arrays are on the devices of those of `tree`. Integers in arrays wrap as in NumPy. `tree` and errors are
+        those of `broadcast`.
 
         Raises:
             TreeError: also if the sum of a number, Python's or NumPy's, does not fit: into 64 bits, or its own dtype.
@@ -214,15 +214,15 @@ class World:
         return self.arrays.sum(tree)
 
     def mean(self, tree: Tree, weight: float = 1.0) -> Tree:
-        """Return the weighted mean over ranks of every leaf, in a new tree, with the same bits on every rank.
+        """Return the weighted mean over ranks of every leaf, in a new tree that is bitwise identical on every rank.
 
         mean = sum over ranks of weight x leaf, divided by the sum of the weights. If the weight is the number of
         samples, uneven batches give exactly the mean of the whole batch.
 
         Args:
             tree: as for `broadcast`, but with floating leaves only. Numbers become float.
-            weight: this rank's weight, in samples: one real number, also of NumPy, or an array or tensor of one. With
-                weight 0 this rank's values are ignored, also NaN.
+            weight: this rank's weight, in samples: one real number of Python or NumPy, or an array or tensor with one
+                element. With weight 0 this rank's values are ignored, even NaN.
 
         Raises:
             MismatchError: as for `broadcast`.
@@ -254,7 +254,7 @@ class World:
         return shards(self, batches, start)
 
     def where(self, array: Array, expected: Expected | None = None) -> RankLayout:
-        """Say how the ranks' arrays differ, and check it. Collective. Not for every step: it reads the whole array.
+        """Describe and check how the ranks' arrays differ. Collective. Not for every step: it reads the whole array.
 
         Args:
             array: a NumPy or CuPy array of any dtype and shape, or a number. Each rank gives its own.
@@ -271,7 +271,7 @@ class World:
             MismatchError: the arrays are not as `expected`; the text names the first rank that differs from rank 0. Or
                 the ranks expect different layouts. Raised on every rank.
             TreeError: `array` is not an array or a number, or has Python objects.
-            ValueError: `expected` is something else.
+            ValueError: `expected` has another value.
         """
         return find_layout(self, array, expected)
 
@@ -302,7 +302,7 @@ class World:
     def gather(self, value: Any, root: int = 0) -> list[Any] | None:
         """Return the objects of all ranks, in rank order and by pickle, on `root`. Return None on the others.
 
-        Collective. On the way, every rank receives all objects, as in `allgather`.
+        Collective. Internally, every rank receives all objects, as in `allgather`.
 
         Raises:
             TreeError: a rank's object cannot be pickled. Raised on every rank, as in `broadcast_object` and
@@ -361,14 +361,14 @@ class World:
         return Messages(self.comm, self.control)
 
     def commit(self) -> None:
-        """Make sure that every rank has what this step has exchanged. Call it before the step changes anything.
+        """Make sure that every rank has the results of this step's exchanges. Call it before the step changes anything.
 
         Without `mpitrain run --recover` it does nothing. With it, a rank may be lost at any moment. Either `commit`
-        returns on all other ranks, and the step counts, or it raises on all of them, and the step is to be made again
-        in a new World. So the ranks never differ by a step.
+        returns on all other ranks, and the step counts, or it raises on all of them, and the step must be repeated in a
+        new World. So the ranks never differ by a step.
 
         Raises:
-            LostRankError: a rank has been lost before it called `commit`. Raised on every rank that is left.
+            LostRankError: a rank has been lost before it called `commit`. Raised on every remaining rank.
         """
         if self.committer is not None:
             self.committer()
@@ -376,7 +376,7 @@ class World:
     # -- what the rest of the library builds on -----------------------------------------------------------------
 
     def replaced(self, **changes: Any) -> World:
-        """Return a World with other values of these fields. It shares the rest, also what it owns."""
+        """Return a World with other values of these fields. It shares all else, including what it owns."""
         return replace(self, **changes)
 
     def begin_agreement(self, operation: str, lines: Sequence[str] = (), **record: Any) -> Agreement:
@@ -384,14 +384,16 @@ class World:
         return Agreement(self.objects, self.control, operation, lines, **record)
 
     def agree(self, operation: str, lines: Sequence[str] = (), **record: Any) -> numpy.ndarray:
-        """Make sure that all ranks are about to do the same; else all raise MismatchError. Return a record a rank."""
+        """Make sure that all ranks are about to do the same; else all raise MismatchError. Return one record per
+        rank."""
         return self.begin_agreement(operation, lines, **record).wait()
 
     def refuse(self, operation: str, error: Exception) -> NoReturn:
-        """Raise `error`, for which this rank cannot make a call, on all ranks: those that make the call hear of it.
+        """Raise `error`, which keeps this rank from making a call, on all ranks: those that make the call learn of it.
 
-        Collective, in place of the call. Whatever can fail on one rank alone belongs before the agreement of a call,
-        and its errors come here. So a rank that catches the error continues at the same place as the others.
+        Collective, in place of the call. Everything that can fail on one rank alone belongs before the agreement of a
+        call, and its errors are raised here. So a rank that catches the error continues at the same place as the
+        others.
         """
         if isinstance(error, MpitrainError):
             everywhere(error)
@@ -404,11 +406,11 @@ class World:
 
     @contextmanager
     def same_call(self, name: str) -> Iterator[None]:
-        """Let calls at different lines of the program meet: in the block, calls are compared by `name`, not by line.
+        """Match calls at different lines of the program: in the block, calls are compared by `name`, not by line.
 
-        Every rank enters a block of this name. Otherwise, calls at different lines are a MismatchError: a call in
-        `if world.rank == 0:` would meet another call of the other ranks, and give a wrong result. Calls with a root do
-        not need this for the root itself.
+        Every rank enters a block of this name. Otherwise, calls at different lines are a MismatchError: a call in `if
+        world.rank == 0:` would be matched with another call of the other ranks, and give a wrong result. Calls with a
+        root do not need this for the root itself.
 
             if world.is_root:
                 with world.same_call("the data are there"):
@@ -455,7 +457,7 @@ class World:
         raise common from problem
 
     def apart(self) -> World:
-        """Return a World of the same ranks with a communicator of its own, so that messages do not mix.
+        """Return a World of the same ranks with its own communicator, so that messages do not mix.
 
         Collective, as is the new World's `free`.
 
@@ -472,7 +474,7 @@ class World:
         except MPI.Exception as error:
             raise MpitrainError(
                 f"{self.name()}: MPI has no further communicator ({error}); each GradientReducer and Trainer keeps one "
-                "until its close(): close those that are used no more, or make them once, not in a loop"
+                "until its close(): close those that are no longer used, or make them once, not in a loop"
             ) from None
 
         self.control.comms.append(comm)
@@ -482,7 +484,7 @@ class World:
         return apart
 
     def free(self) -> None:
-        """Give back what this World owns, in reverse order. Afterwards the World cannot be used.
+        """Free what this World owns, in reverse order. Afterwards the World cannot be used.
 
         Collective, with nothing in flight. Worlds that were made by `apart` and not freed are freed too. In a broken
         World nothing is freed, because MPI may still use the memory.
@@ -500,7 +502,7 @@ class World:
 
 
 def _not_for_programs(constructor: Any) -> None:
-    """Let help() show that programs do not call the constructor, in place of its 19 arguments."""
+    """Make help() show that programs do not call the constructor, in place of its 19 arguments."""
     constructor.__doc__ = "Programs do not call this: `mpitrain.init` makes the World of a job."
     constructor.__signature__ = Signature([Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)])
 
@@ -509,5 +511,5 @@ _not_for_programs(World.__init__)
 
 
 def _discard(owned: list[Callable[[], None]], closer: Callable[[], None]) -> None:
-    with suppress(ValueError):  # this world is being freed, and has taken it out
+    with suppress(ValueError):  # this World is being freed, and has removed it
         owned.remove(closer)

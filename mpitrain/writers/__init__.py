@@ -1,4 +1,4 @@
-"""Where `mpitrain.Record` and `mpitrain.record_loop` put their rows: files of a run, or the services of a laboratory.
+"""Where `mpitrain.Record` and `mpitrain.record_loop` put their rows: files of a run, or services such as MLflow.
 
 A writer of your own is any object with the methods of `Writer`. A service is imported when its writer is opened.
 """

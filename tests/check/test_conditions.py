@@ -22,7 +22,7 @@ OF_A_HOST = {
     "hosts._source_address": "ROUTES",
     "hosts._resolved": "NAMES",
     "hosts._refuse_same": "MACHINES",
-    "run._start": "MPI",
+    "started_ranks.start": "MPI",
     "launched.check_mpiexec": "MPI",
     "libraries.describe_mpiexec": "MPI",
     "libraries.find_mpiexec": "MPI",
@@ -31,6 +31,7 @@ OF_A_HOST = {
 # Modules whose errors are about the request, this machine before anything starts, or a job that already runs.
 OF_THE_REQUEST = {
     "batch",
+    "chosen_mpiexec",
     "connections",
     "dialects",
     "hostfile",

@@ -116,7 +116,7 @@ def test_the_head_blocks_what_hangs_on_it() -> None:
 def test_a_check_of_the_head_where_the_head_is_not_looked_at() -> None:
     saw = seen(2, inventory_head=Host("node9", "10.0.0.9"))
     results = judge([check("AAA01", by_node("a"), "head")], saw)
-    assert [(one.verdict, one.observed) for one in results] == [("skip", "the head, node9, is not looked at")]
+    assert [(one.verdict, one.observed) for one in results] == [("skip", "the head, node9, is not examined")]
 
 
 def test_what_is_not_there_is_skipped() -> None:

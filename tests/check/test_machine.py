@@ -42,7 +42,7 @@ def healthy(**fields: Any) -> Seen:
             "processors": {"machine": 8, "usable": 8, "quota": None, "busy": []},
             "leftovers": {"processes": [], "files": []},
         }
-    made.cluster["clock"] = {name: {"ahead_seconds": 0.001, "uncertain_seconds": 0.002} for name in NODES}
+    made.cluster["clock_offsets"] = {name: {"ahead_seconds": 0.001, "uncertain_seconds": 0.002} for name in NODES}
     return made
 
 
@@ -65,7 +65,7 @@ def test_a_healthy_cluster_and_one_without_answers(name: str) -> None:
     silent, error = healthy(), {"error": "no answer within 8 s"}
     for node in silent.nodes.values():
         node.update(dict.fromkeys(node, error))
-    silent.cluster["clock"] = error
+    silent.cluster["clock_offsets"] = error
     assert verdicts(name, silent) == {"unknown"}
 
 
@@ -125,7 +125,7 @@ def test_accounts_that_may_log_in_and_those_of_which_nothing_is_known() -> None:
 def clocks(uncertain: float = 0.002, **ahead: Any) -> Seen:
     made = healthy()
     for node, seconds in ahead.items():
-        made.cluster["clock"][node] = {"ahead_seconds": seconds, "uncertain_seconds": uncertain}
+        made.cluster["clock_offsets"][node] = {"ahead_seconds": seconds, "uncertain_seconds": uncertain}
     return made
 
 
@@ -137,7 +137,7 @@ def test_a_clock_that_is_wrong() -> None:
     # A slow answer is no wrong clock, and ours may be the wrong one.
     sound("CLK01", clocks(node3=0.2), clocks(uncertain=2.0, node3=2.1), clocks(node1=3e2, node2=3e2, node3=3e2))
     silent = healthy()
-    silent.cluster["clock"]["node2"] = {"error": "no answer within 3 s"}
+    silent.cluster["clock_offsets"]["node2"] = {"error": "no answer within 3 s"}
     only("CLK01", silent, "unknown", "node2", "no answer")
 
 

@@ -117,7 +117,7 @@ def test_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_target(Path("hosts"), "b,a", None, {}).names == ("a", "b")
     only_b = find_target(Path("hosts"), "b", None, {})
     assert (only_b.names, only_b.head, only_b.addresses["a"]) == (("b",), "a", "10.0.0.1")
-    with pytest.raises(ConfigError, match="b comes twice"):
+    with pytest.raises(ConfigError, match="b is named twice"):
         find_target(Path("hosts"), "b,b", None, {})
     (folder / "group_vars/all.yml").write_text("mpitrain_share: \"{{ lookup('env', 'X') }}\"\n")
     with pytest.raises(ConfigError, match="which only Ansible can fill in"):

@@ -107,7 +107,7 @@ def test_other_writes_are_named(tmp_path: Path) -> None:
     job = plan(tmp_path, source + MEASURED, "--ranks", "1")
     assert job.code == 0, job.output
     line = next(line for line in job.stderr.splitlines() if " train.py wrote " in line)
-    assert "or somebody else wrote, unseen by Python: best.pt (changed)" in job.stderr
+    assert "or other users wrote, unseen by Python: best.pt (changed)" in job.stderr
     for name in (
         "old/best.pt (changed)",
         "new.npy (new)",

@@ -219,6 +219,13 @@ def test_twenty_runs_have_twenty_colours(compared: Any) -> None:
     assert len({tuple(line.get_color()) for line in figure.axes[0].lines}) == 20
 
 
+def test_an_evaluation_has_one_colour_in_all_panels(compared: Any) -> None:
+    rows = [{"step": step, "loss": 1.0, "test loss": 2.0, "test accuracy": 0.5, "speed": 3.0} for step in (1, 2)]
+    figure = compared({"a": rows})
+    colors = {line.get_label(): line.get_color() for axes in figure.axes for line in axes.lines}
+    assert colors["test loss"] == colors["test accuracy"] != colors["loss"] == colors["speed"]
+
+
 def test_some_metrics_of_a_run_in_a_file_of_its_own(compared: Any, tmp_path: Path) -> None:
     options = ("--metric", "validation loss", "--metric", "accuracy", "-o", "chosen.svg")
     figure = compared({"a": ROWS}, *options)

@@ -99,7 +99,7 @@ print(f"device {world.context.device(world.rank)} of {world.rank}")
         "device cpu of 2",
     }
     assert job.stderr == (
-        f"mpitrain: --max-restarts stands behind {path} and belongs to the script; options of mpitrain come before the "
+        f"mpitrain: --max-restarts comes after {path} and belongs to the script; options of mpitrain come before the "
         "script\n"
     )
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jobs import run_command
 from mpitrain.cli import main
-from mpitrain.cli.run import aware_of, remarks
+from mpitrain.cli.run import _starter, aware_of, remarks
+from mpitrain.launch.start import Request
 
 SAYS = "import sys; print(__name__, __package__ or '-', sys.argv[1:])"
 BIN = Path(sys.executable).parent
@@ -105,8 +108,8 @@ def test_wrong_use(project: Path, words: list[str], said: str, capsys: pytest.Ca
         (["-n", "0", "train.py"], "'0' is not a whole number above 0"),
         (["-n", "two", "train.py"], "'two' is not a whole number above 0"),
         (["train.py"], "how many ranks? Say -n N for the whole job, --ppn N for each host, or name devices"),
-        (["train.py", "-n", "2"], "-n stands behind train.py and belongs to the script; options of mpitrain come bef"),
-        (["-m", "json.tool", "--ppn=2"], "--ppn stands behind json.tool and belongs to the script"),
+        (["train.py", "-n", "2"], "-n comes after train.py and belongs to the script; options of mpitrain come bef"),
+        (["-m", "json.tool", "--ppn=2"], "--ppn comes after json.tool and belongs to the script"),
     ],
 )
 def test_no_number_of_ranks(project: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +171,8 @@ def test_another_launcher_in_place_of_the_script(
         ("import torch.distributed as dist", "", "torchrun"),
         ("import own", "from accelerate import Accelerator", "torchrun"),
         ("import ignite.distributed as idist", "", "torchrun"),
-        ("import horovod.torch as hvd", "", "torchrun"),
+        ("import horovod.torch as hvd", "", "either"),
+        ("import own, torch.distributed as dist", "dist.init_process_group('mpi')", "either"),
         ("import own, torch.distributed", "import mpitrain", "mpi"),
         ("import large, torch.distributed", "", "torchrun"),  # in a checkout of its library
         ("import large", "", "mpi"),  # nobody knows
@@ -193,7 +197,7 @@ def test_scripts_that_do_not_know_of_other_ranks(tmp_path: Path, script: str, be
     [
         ("torch.multiprocessing.spawn(main, nprocs=2)", 4, ["starts ranks itself"]),
         ("mp.spawn(main, nprocs=2)", 1, []),  # as it must be
-        ('parser.add_argument("--local-rank", type=int)', 2, ["takes its place from the option --local-rank"]),
+        ('parser.add_argument("--local-rank", type=int)', 2, ["takes its local rank from the option --local-rank"]),
         ('add_argument("--local_rank", default=os.environ.get("LOCAL_RANK", 0))', 2, []),
         ("torch.distributed.init_process_group()", 2, []),
     ],
@@ -205,3 +209,25 @@ def test_scripts_for_torchrun_that_will_not_do_what_is_meant(
     lines = remarks(tmp_path / "train.py", num_ranks)
     assert len(lines) == len(said)
     assert all(words in line for words, line in zip(said, lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "options", "starter"),
+    [
+        ("torchrun", None, {}, "agent"),
+        ("torchrun", "mpiexec", {}, "mpiexec"),
+        ("torchrun", None, {"exchange": "mpitrain"}, "mpiexec"),
+        ("torchrun", None, {"mpiexec": Path("/usr/bin/mpiexec")}, "mpiexec"),
+        ("either", None, {}, "mpiexec"),
+        ("mpi", None, {}, "mpiexec"),
+        ("mpi", "agent", {}, "agent"),
+        ("", None, {}, "mpiexec"),
+    ],
+)
+def test_what_starts_the_ranks(
+    kind: str, asked: str | None, options: dict[str, Any], starter: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = Request(program=["train.py"], script="train.py", typed=["run", "train.py"], **options)
+    assert _starter(argparse.Namespace(starter=asked), request, kind) == starter
+    said = "mpitrain: the ranks start without MPI: train.py does not use it (--starter mpiexec: with MPI)\n"
+    assert capsys.readouterr().err == (said if starter == "agent" and asked is None else "")

@@ -26,7 +26,7 @@ def test_wishes(words: list[str], wish: dict[str, object]) -> None:
     [
         ([], "nothing changes; name hosts: +HOST lets a host join, -HOST lets it leave"),
         (["c"], "'c' has no sign: +c lets a host join, -c lets it leave"),
-        (["-b", "--json"], "--json stands behind JOB, where hosts are; options come before JOB"),
+        (["-b", "--json"], "--json comes after JOB, where hosts are; options come before JOB"),
         (["+", "c"], "+ names no host; write +HOST without a space"),
         (["+c_"], "'c_' in +c_ does not begin with the name of a host"),
         (["+c", "-b", "-c"], "+c and -c contradict each other; name a host once"),

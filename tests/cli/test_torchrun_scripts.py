@@ -38,7 +38,7 @@ def run(folder: Path, source: str, *words: str, vendor: str = "mpich", env: dict
 
 def lines_of(job: Job) -> list[list[object]]:
     assert (job.code, job.left) == (0, []), job.output
-    return sorted(json.loads(line.partition("] ")[2]) for line in job.stdout.splitlines())
+    return sorted((json.loads(line.partition("] ")[2]) for line in job.stdout.splitlines()), key=str)
 
 
 def test_a_script_that_meets_by_torch_distributed(tmp_path: Path) -> None:
@@ -46,6 +46,7 @@ def test_a_script_that_meets_by_torch_distributed(tmp_path: Path) -> None:
     job = run(tmp_path, DDP, "-n", "3")
     assert lines_of(job) == [[rank, 6.0, rank, 3] for rank in range(3)]
     assert "each rank runs all of it alone" not in job.stderr
+    assert "mpitrain: the ranks start without MPI: train.py does not use it (--starter mpiexec: with" in job.stderr
 
 
 def test_gloo_is_ours_without_an_edit(tmp_path: Path) -> None:
@@ -57,10 +58,15 @@ def test_gloo_is_ours_without_an_edit(tmp_path: Path) -> None:
     assert "mpitrain: process groups of gloo use mpitrain's exchange in all ranks" in job.stderr
 
 
-@pytest.mark.parametrize("vendor", ["mpich", "openmpi"])
-def test_each_rank_knows_its_place(tmp_path: Path, vendor: str) -> None:
+BY_MPIEXEC, BY_AGENT = ("--starter", "mpiexec"), ("--starter", "agent")
+
+
+@pytest.mark.parametrize(("vendor", "starter"), [("mpich", BY_MPIEXEC), ("openmpi", BY_MPIEXEC), ("mpich", ())])
+def test_each_rank_knows_its_place(tmp_path: Path, vendor: str, starter: tuple[str, ...]) -> None:
     """Also where the variables of another launcher are set: all ranks would have one place."""
-    job = run(tmp_path, PLACE, "-n", "2", vendor=vendor, env={"RANK": "7", "WORLD_SIZE": "9", "GROUP_RANK": "3"})
+    job = run(
+        tmp_path, PLACE, "-n", "2", *starter, vendor=vendor, env={"RANK": "7", "WORLD_SIZE": "9", "GROUP_RANK": "3"}
+    )
     shared = ["2", "2", "0", "1"]
     expected = [[str(rank), str(rank), *shared, str(rank), "2", "127.0.0.1", "0", "3"] for rank in range(2)]
     assert lines_of(job) == expected
@@ -69,6 +75,26 @@ def test_each_rank_knows_its_place(tmp_path: Path, vendor: str) -> None:
     port, coordinator = ports.split()
     assert coordinator.startswith("127.0.0.1:")
     assert port != coordinator.rpartition(":")[2]
+
+
+@pytest.mark.parametrize("starter", [BY_MPIEXEC, BY_AGENT])
+def test_tensorflow_is_told_of_the_workers(tmp_path: Path, starter: tuple[str, ...]) -> None:
+    """Each port can be taken, and the addresses are the same on all ranks."""
+    source = (
+        "import json, os, socket\n"
+        "told = json.loads(os.environ['TF_CONFIG'])\n"
+        "host, _, port = told['cluster']['worker'][told['task']['index']].rpartition(':')\n"
+        "socket.create_server((host, int(port))).close()\n"
+        "print(json.dumps([told['task'], int(os.environ['RANK']), told['cluster']]))\n"
+    )
+    job = run(tmp_path, source, "-n", "3", "--tf-config", *starter)
+    lines = lines_of(job)
+    assert sorted(line[1] for line in lines) == [0, 1, 2]
+    assert all(line[0] == {"type": "worker", "index": line[1]} for line in lines)
+    (cluster,) = {json.dumps(line[2]) for line in lines}
+    workers = json.loads(cluster)["worker"]
+    assert len(set(workers)) == 3
+    assert all(worker.startswith("127.0.0.1:") for worker in workers)
 
 
 def test_restarts_are_counted_as_torchrun_does(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_a_link_that_goes_and_comes(bed: Bed) -> None:
     output = served.finish()
     for worker in (near, far):
         assert worker.end().code == 0, worker.output()
-    assert "the server has not been heard of for" in far.output()
+    assert "the server has not been heard from for" in far.output()
     assert "3 workers (1 gone)" in output  # by connections
 
 

@@ -109,7 +109,8 @@ def test_a_job_is_told_on_its_page(tmp_path: Path, browser: Any) -> None:
         page.get_by_role("button", name="Stop the run").click()
         answered(page, "Stop", "the run ends, and is saved")
         until(lambda: "done" in page.inner_text("#state"))
-        until(lambda: re.search(r"it was stopped by .* after step [\d,]+ of [\d,]+", page.inner_text("#state")))
+        card = page.get_by_label("How it ended")
+        until(lambda: re.search(r"it was stopped by .* after step [\d,]+ of [\d,]+", card.inner_text()))
         until(lambda: page.locator("#controls").is_hidden())
         assert page.locator("#answers").is_visible(), "the last answer stays"
 

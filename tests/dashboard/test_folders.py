@@ -137,7 +137,11 @@ def test_a_share_without_a_server(tmp_path: Path) -> None:
         assert (old["folder"], old["last"]["step"]) == (str(share / "old"), 9), "as it was before"
         assert served.get(f"/api/runs/{old['id']}")["run"]["id"] == old["id"]
         status, _, text = served.ask(f"/api/runs/{run_id(good / 'first')}/files")
-        assert (status, str(share / "kept") in text, "is a disk or network share lost?" in text) == (503, True, True)
+        assert (status, str(share / "kept") in text, "is a disk or network file system lost?" in text) == (
+            503,
+            True,
+            True,
+        )
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:

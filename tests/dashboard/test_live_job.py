@@ -56,7 +56,7 @@ class Gate(mt.Hook):
             print("the last words of rank 1", flush=True)
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError("it is no number")
+            raise ValueError("it is not a number")
 
 world = mt.init()
 print("begins")
@@ -253,7 +253,7 @@ def tell_half_the_rate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "why"), [("killed", "rank 1 on {host} was killed by signal 9"), ("told", "ValueError: it is no number")]
+    ("how", "why"), [("killed", "rank 1 on {host} was killed by signal 9"), ("told", "ValueError: it is not a number")]
 )
 def test_whoever_fails_the_record_says_why(tmp_path: Path, how: str, why: str) -> None:
     """And what the ranks printed last. An order because of which a run fails before its next row is in the record."""

@@ -178,7 +178,7 @@ def test_what_a_command_said(tmp_path: Path, command: str) -> None:
         path.write_text("{" if change is None else json.dumps(kept | change))
         damaged = files_of(run)
         assert damaged[command] is None, change
-        assert damaged[f"{command}Problem"].startswith(f"what mpitrain {command} said last cannot be read: ")
+        assert damaged[f"{command}Problem"].startswith(f"the last result of mpitrain {command} cannot be read: ")
         assert "is damaged" in damaged[f"{command}Problem"]
 
 

@@ -78,6 +78,29 @@ def test_the_best_value_and_the_time_left(tmp_path: Path) -> None:
     index.close()
 
 
+def test_the_curve_of_a_list(tmp_path: Path) -> None:
+    """At most 32 means of as many rows each, however the rows come; of the loss, or else the first metric."""
+    index = RunIndex(tmp_path / "index.sqlite")
+    folder = make_record(tmp_path / "run", [{"step": 1, "speed": 7.0}])
+
+    def thinned() -> list[float]:
+        index.update(folder)
+        run = index.run(run_id(folder))
+        assert run is not None and summary_of_run(run, None)["curve"] == [
+            float(f"{value:.3g}") for value in run.thinned
+        ]
+        return run.thinned
+
+    assert thinned() == [7.0]
+    for first, last in ((1, 3), (4, 20), (21, 80)):
+        rows = [{"step": 2 * value, "loss": float(value)} for value in range(first, last + 1)]
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 2 * last + 1, "loss": "NaN"}]))
+        found = thinned()
+    assert found == [4 * group + 2.5 for group in range(20)]
+    index.close()
+
+
 def test_means_of_columns() -> None:
     """Ten points in two columns, over pieces; what is not finite does not count."""
     steps, values = numpy.arange(1.0, 11.0), numpy.array([1.0, 2, 3, numpy.nan, 5, 10, 20, 30, numpy.inf, 50])

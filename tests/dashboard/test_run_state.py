@@ -157,6 +157,16 @@ def test_what_differs() -> None:
     ]
     assert differences([DOCUMENT, DOCUMENT]) == differences([]) == differences([None]) == []
     assert {"name": "script", "values": ["train.py", None]} in differences([DOCUMENT, None])
+    # Where each run writes says nothing, and hosts with a rank each need no numbers.
+    here, there = (
+        dataclasses.replace(DOCUMENT, arguments=["--run", f"runs/{name}"], hosts={name: [0], "c": [1]}, strategy=name)
+        for name in ("a", "b")
+    )
+    places = {"name": "--run", "values": ["runs/a", "runs/b"]}
+    assert places in differences([here, there])
+    others = differences([here, there], ["/x/a", "/x/y"])
+    assert places in others and {"name": "hosts", "values": ["a, c", "b, c"]} in others
+    assert places not in differences([here, there], ["/x/a", "/x/b"])
 
 
 def rank(number: int, phase: str, calls: int, call: str = "", since: float = 5.0, still: float = 5.0) -> dict[str, Any]:

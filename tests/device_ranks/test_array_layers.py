@@ -98,5 +98,5 @@ def test_stages_on_gpus_are_refused(world: World) -> None:
         pytest.skip("needs two ranks")
     if world.size > layered.LAYERS:
         pytest.skip("there are 6 layers")
-    with pytest.raises(ConfigError, match=r"parameters are on a GPU; stages work on the host only\. Use mt\.Sync"):
+    with pytest.raises(ConfigError, match=r"parameters are on a GPU; stages work on the CPU only\. Use mt\.Sync"):
         Pipeline(world.size).begin(world, model(cupy))

@@ -141,7 +141,7 @@ def test_a_reducers_gradients(
 
     for number in range(3):
         assert step(True, number) == step(False, number)
-    said = capfd.readouterr().out.count(f"compression {name} has no kernels for GPUs: gradients are coded on the host")
+    said = capfd.readouterr().out.count(f"compression {name} has no kernels for GPUs: gradients are coded on the CPU")
     assert said == (1 if world.is_root and name != "int8" else 0)
     states = {on_device: (reducer.state(), reducer.factors()) for on_device, reducer in reducers.items()}
     assert states[True][0]["place"] == states[False][0]["place"]
@@ -214,7 +214,7 @@ def test_a_transport_that_does_not_carry_it(world: World, name: str, transport: 
     text = error_on_all(world, DeviceError, lambda: exchange.allocate(3, FLOAT32, on_device=True))
     assert text.startswith(f"the transport {transport} is not possible here")
     if name != "bf16":
-        assert f"compression {name} is made on the host; use auto or staged with it" in text
+        assert f"compression {name} runs on the CPU; use auto or staged with it" in text
     elif transport == "peer":
         assert "no two ranks are on one node" in text
     else:
@@ -236,7 +236,7 @@ def test_auto_says_that_the_host_codes(
     exchange = make_exchange(there, compression="bf16")
     slot = exchange.allocate(1000, FLOAT32, on_device=True)
     said = capfd.readouterr().out
-    assert ("mpitrain: compression bf16 on the host, like the sums in a node: " in said) == world.is_root
+    assert ("mpitrain: compression bf16 on the CPU, like the sums in a node: " in said) == world.is_root
     slot.flat.fill(1)
     exchange.mean(slot, slice(None), 1.0).wait()
     assert (slot.flat.get() == world.size).all()

@@ -101,7 +101,7 @@ def test_exact_means_have_the_bits_of_the_host(world: World) -> None:
 def test_virtual_ranks_are_refused(world: World) -> None:
     make = partial(GradientReducer, world, PARAMETERS, exchange=partial(make_exchange, reduction="exact"))
     text = error_on_all(world, ConfigError, lambda: make(on_device=True, virtual_ranks=world.size))
-    assert text.startswith(f"virtual_ranks={world.size}: the gradients of virtual ranks are added up on the host")
+    assert text.startswith(f"virtual_ranks={world.size}: the gradients of virtual ranks are added up on the CPU")
 
 
 def test_a_rank_of_weight_0_does_not_count(world: World) -> None:

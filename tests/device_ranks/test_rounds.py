@@ -117,6 +117,6 @@ def test_sparse_rounds_have_the_bits_of_numpy(world: World, capfd: pytest.Captur
 
     capfd.readouterr()
     found = trained_on(cupy)
-    said = capfd.readouterr().out.count("gradients are coded on the host")
+    said = capfd.readouterr().out.count("gradients are coded on the CPU")
     assert said == (1 if world.is_root and world.size > 1 else 0)
     assert found == trained_on(numpy)

@@ -119,7 +119,7 @@ WITHOUT_MEMORY: dict[str, tuple[Callable[[World], Callable[[], Any]], int, str]]
     "staged": (lambda world: partial(make_transport(world, "staged").allocate, 2**20, FLOAT32), 2**20, "a bucket"),
     "reducer": (reducer, 0, "a bucket"),
     "reducer's flags": (reducer, BYTES_OF_PARAMETERS, "the flags of a reducer's buckets"),
-    "int8": (partial(coded, name="int8"), 6 * 2**20, "what a codec leaves out"),
+    "int8": (partial(coded, name="int8"), 6 * 2**20, "the residual of a codec"),
     "power_sgd": (partial(coded, name="power_sgd:2"), 2**20, "a bucket"),
 }
 

@@ -45,7 +45,7 @@ def test_refuses_another_gpus_array(transport: DeviceSequential) -> None:
 
 
 def test_the_hosts_algorithms_refuse_device_arrays(world: World) -> None:
-    with pytest.raises(ValueError, match=r"takes a NumPy array on the host, not cupy.*make_transport"):
+    with pytest.raises(ValueError, match=r"takes a NumPy array, not cupy.*make_transport"):
         make_algorithm(world, "ring").start(cupy.ones(3))
 
 

@@ -75,7 +75,7 @@ def shared_memory() -> set[str]:
 
 def test_every_rank_that_stands_still_is_named_and_the_job_is_ended(tmp_path: Path) -> None:
     job = run(tmp_path, 6, STAND, str(tmp_path / "pipe"))
-    stuck = "does a disk or a network share not answer"
+    stuck = "does a disk or a network file system not answer"
     expected = "; ".join(
         [
             rf"ranks 0,5 on {HOST} wait in barrier \(call \d+\)",

@@ -164,7 +164,7 @@ def test_a_function_that_does_not_come_back_is_reported_and_can_be_left(tmp_path
     limits = {"MPITRAIN_STALL_SECONDS": "1", "MPITRAIN_HANG_SECONDS": "4"}
     ended = launched(tmp_path, RUN_ON.replace("BODY", body.strip()), 3, env=limits)
     succeeded(ended)
-    assert re.search(rf"late: rank 0 on {HERE}: stays on rank 1 on {HERE} has not come back after 6 s", ended.stdout)
+    assert re.search(rf"late: rank 0 on {HERE}: stays on rank 1 on {HERE} has not returned after 6 s", ended.stdout)
     assert "it came back" in ended.stdout
     report = next(line for line in ended.stderr.splitlines() if "no progress" in line and "rank 1 on" in line)
     assert re.search(rf"rank 0 on {HERE} waits in run_on, for stays on rank 1 on {HERE}", report), ended.output

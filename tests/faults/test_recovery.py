@@ -205,7 +205,7 @@ def test_a_gpu_that_ends_the_job(tmp_path: Path) -> None:
 
 # -- what ends the job -----------------------------------------------------------------------------------------------
 
-BEHIND = f"rank 2 on {HERE} was lost behind its training, before the end of the script"  # had it more to do?
+BEHIND = f"rank 2 on {HERE} was lost after its training, before the end of the script"  # had it more to do?
 # It has said that it makes no more calls. What its interpreter does at its end is not done.
 WAITS = """
 if me == 0:

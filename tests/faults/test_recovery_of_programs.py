@@ -77,7 +77,7 @@ low_rank.low_rank_steps, mt.World.commit = low_rank_steps, commit
 """
 
 
-@pytest.mark.parametrize("compression", ["int8", *nightly("top_k:0.1", "sign", "power_sgd:2")])
+@pytest.mark.parametrize("compression", ["int8", *nightly("top_k:0.1", "power_sgd:2")])
 def test_what_a_codec_has_left_out(tmp_path: Path, compression: str) -> None:
     went_on_with_what_is_left_out(tmp_path, CODED, compression)
 

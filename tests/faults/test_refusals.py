@@ -286,7 +286,7 @@ except MPI.Exception:
 parameters = [mt.Parameter("a", (3,), numpy.dtype(numpy.float32))]
 kept = [mt.GradientReducer(world, parameters, threaded=False) for _ in range(5000)]
 """
-    failed(run(ranks, START + source), "MPI has no further communicator", "close those that are used no more")
+    failed(run(ranks, START + source), "MPI has no further communicator", "close those that are no longer used")
 
 
 @pytest.mark.nightly

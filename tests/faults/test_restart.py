@@ -167,7 +167,7 @@ def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> Non
         ("--max-restarts 2 --nnodes 2", "--nnodes is 2, but the job runs on 1 host\n"),
         ("--max-restarts -1", "'-1' is not a whole number, 0 or above"),
         ("--nnodes 2:", "'' is not a whole number above 0"),
-        ("--max-restarts 2 --nnodes 3:2", "'3:2': MIN is 3 and above MAX, 2"),
+        ("--max-restarts 2 --nnodes 3:2", "'3:2': MIN is 3, which is above MAX, 2"),
         (
             "--max-restarts 0 --nnodes 1:2",
             "--nnodes 1:2 starts the job again when its hosts change, and --max-restarts 0",

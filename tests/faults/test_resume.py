@@ -233,4 +233,4 @@ def test_what_is_kept_is_dropped(tmp_path: Path) -> None:
 
     killed = train(tmp_path, [4], during)
     assert killed.left == []
-    assert (dropped[0].code, dropped[0].stdout) == (0, f"job {jobs[0]}: what was kept of it was dropped on {HERE}\n")
+    assert (dropped[0].code, dropped[0].stdout) == (0, f"job {jobs[0]}: its kept state was dropped on {HERE}\n")

@@ -195,8 +195,7 @@ def test_steps_of_ones_own_are_refused(tmp_path: Path) -> None:
     """Only `run` copies the state to memory, and can save it."""
     job = few(tmp_path, hooks=SAVES, before=OWN_STEPS)
     assert (
-        "this attempt only saves what the attempts before have reached, and makes no step; only Trainer.run"
-        in job.stderr
+        "this attempt only saves what earlier attempts have reached, and makes no step; only Trainer.run" in job.stderr
     )
     assert job.stderr.endswith(f"mpitrain: {NOTHING}\n"), job.output
 

@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -18,7 +19,7 @@ from mpitrain.forecast.bench_options import Options, add_arguments, parse_size, 
 from mpitrain.forecast.bench_table import COLUMNS, Row, as_csv, header, line, matrix, panels, size_text, tuning_of
 from mpitrain.forecast.cluster_profile import busiest, circle_rounds, crossover, nominal_gbit, parse_counters
 from mpitrain.forecast.operations import OPERATIONS
-from mpitrain.forecast.report import draw
+from mpitrain.forecast.report import IDEAL, Panel, draw
 from mpitrain.forecast.rounds import (
     TILE,
     count_wrong,
@@ -351,6 +352,22 @@ def test_a_picture(tmp_path: Path) -> None:
         content = (tmp_path / name).read_bytes()
         assert content.startswith(begin)
         assert len(content) > 5000
+
+
+def test_a_name_has_one_colour_in_all_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a panel has other lines; the ideal line is black, and the legend is below the panels."""
+    figure_module = pytest.importorskip("matplotlib.figure")
+    figures: list[Any] = []
+    monkeypatch.setattr(figure_module.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    a, b = (1.0, 1.0, 1.0, 1.0), (2.0, 2.0, 2.0, 2.0)
+    grid = [[Panel("x", {f"{IDEAL}, by hand": [a, b], "ring": [a, b]}), Panel("y", {"mpi": [a, b], "ring": [a, b]})]]
+    draw(tmp_path / "a.png", "a title", "ranks", grid)
+    [figure] = figures
+    first, second = ([line.get_color() for line in axes.lines] for axes in figure.axes)
+    assert first[0] == "black" and second[1] == first[1] != second[0]
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["ideal, by hand", "ring", "mpi"]
+    assert all(axes.get_legend() is None for axes in figure.axes)
 
 
 def test_tuning() -> None:

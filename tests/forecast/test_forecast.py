@@ -15,6 +15,7 @@ from mpitrain.errors import ConfigError, DataError
 from mpitrain.forecast.machines import Machines, equal_machines
 from mpitrain.forecast.measured_steps import HostTimes, PartTimes, described, read_times
 from mpitrain.forecast.planner import Planner, plan_report
+from mpitrain.forecast.report import IDEAL
 from mpitrain.forecast.ways import ExchangeWay
 from mpitrain.job.step_times import SUM_BYTES
 from mpitrain.profile import DEFAULT
@@ -234,6 +235,7 @@ def test_within_the_noise_the_plain_way_is_kept(spread: float, size: int, expect
     assert report.answers[0].startswith(f"2 ranks: {expected}"), report.answers
     assert ("equal within the noise of the measured steps" in " ".join(report.answers)) is says
     assert ("bf16 makes it" in report.answers[-1]) is not says
+    assert report.panels[0].lines[IDEAL] == [(2, *[pytest.approx(2 * 8 / 0.4)] * 3)]
 
 
 def part_of(ranks: int, samples: float, num_steps: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import socket
 import struct
 import zlib
@@ -71,7 +72,9 @@ from mpitrain.training.writers.json_lines import JsonLines, read_events, read_ro
 from mpitrain.training.writers.service import RunFile
 from mpitrain.verify.record_file import read_record as read_verify_record
 from mpitrain.watching import rank_record, roll_call, served_record
+from mpitrain.watching.flight_recorder import last_calls
 from mpitrain.watching.order import TrainingOrder
+from mpitrain.watching.recorded_calls import report_of_calls
 from testbed.bed_record import read_record as read_bed
 from testbed.snapshots import read_snapshot
 
@@ -422,6 +425,32 @@ def fingerprints(path: Path) -> None:
     read_fingerprints([str(path)])
 
 
+# As PyTorch writes it: tests/watching/test_flight_recorder.py.
+RECORDED = {
+    "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+    "entries": [
+        {
+            "process_group": ("0", "default_pg"),
+            "collective_seq_id": 7,
+            "is_p2p": False,
+            "profiling_name": "nccl:all_reduce",
+            "state": "started",
+            "input_dtypes": ["Float"],
+            "input_sizes": [[4]],
+            "frames": [{"filename": "/a/train.py", "line": 3, "name": "train"}],
+        }
+    ],
+}
+
+
+def recorded(data: bytes, _: Path) -> object:
+    """Report on the calls of a rank, or refuse them."""
+    try:
+        return report_of_calls({0: last_calls(data)})
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+
+
 _KEYS = make_keys()
 _FRAMES = b"||".join(frames(1, "job", {"a": [1, "x"], "b": None}, [numpy.arange(5), numpy.ones((2, 2), "f4")]))
 
@@ -493,6 +522,7 @@ PARSERS: dict[str, Parser] = {
         as_json({"message": {"message": "E: no", "extraInfo": {"py_callstack": "T", "timestamp": "1"}}}),
         lambda data, _: parse_error(data),
     ),
+    "file of the flight recorder": Parser((pickle.dumps(RECORDED, protocol=2),), recorded),
     "order of a rank": Parser((json.dumps(ORDER).encode(),), order_of_page),
     "in-memory checkpoint": Parser(
         (copy_in_memory(),), lambda data, _: read_copy(numpy.frombuffer(bytearray(data), numpy.uint8))

@@ -65,5 +65,5 @@ def test_kernels_that_do_not_compile(cupy: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launch, "_modules", {})
     monkeypatch.setattr(launch, "_kernels", {})
     flat = cupy.zeros(10, numpy.float32)
-    with pytest.raises(KernelError, match=r"(?s)bucket\.cu does not compile; .*The compiler says:.*nothing"):
+    with pytest.raises(KernelError, match=r"(?s)bucket\.cu does not compile; .*The compiler's message:.*nothing"):
         kernels.add(flat, flat)

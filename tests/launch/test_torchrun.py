@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.context import ADDED
+from mpitrain.context import ADDED, TF_WORKERS, JobContext, tf_config
 from mpitrain.errors import LaunchError
 from mpitrain.launch.dialects import JobSpec
 from mpitrain.launch.facts import hold_ports
@@ -43,9 +44,8 @@ def test_what_the_ranks_share() -> None:
 
 
 def test_what_the_user_has_set() -> None:
-    own = {"MASTER_ADDR": "ib-b", "MASTER_PORT": "29500", "TORCH_FR_BUFFER_SIZE": "7"}
+    own = {"MASTER_ADDR": "ib-b", "MASTER_PORT": "29500"}
     told = of_job(JOB, FACTS, own)
-    assert (told["TORCH_FR_BUFFER_SIZE"], told["TORCH_NCCL_TRACE_BUFFER_SIZE"]) == ("7", "2000")
     assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("ib-b", "29500")
     assert not set(own) & set(told[ADDED].split(",")), "a program that a rank starts has them too"
     in_use = {**FACTS, "b": {"ports": [1001, 2001, 29500]}}
@@ -54,6 +54,28 @@ def test_what_the_user_has_set() -> None:
     # The ranks of the attempt before may still have it.
     later = replace(JOB, variables={**JOB.variables, RESTART_COUNT: "1"})
     assert of_job(later, in_use, own)["MASTER_PORT"] == "29500"
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_the_flight_recorder_is_on(name: str) -> None:
+    """Under one name: PyTorch warns of the old one where it knows both. What the user has set stays."""
+    pytest.importorskip("torch")
+    job = replace(JOB, context=JobContext(roll_call="/tmp/mpitrain-roll-call-1a2b3c4d"))
+    told, sizes = of_job(job, FACTS, {}), {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+    assert len(sizes & told.keys()) == 1
+    assert told["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] == "/tmp/mpitrain-roll-call-1a2b3c4d-recorder-"
+    assert not sizes & of_job(job, FACTS, {name: "7"}).keys()
+
+
+def test_addresses_of_workers() -> None:
+    """TensorFlow's: one for each rank, on its own host."""
+    facts = {host: {**FACTS[host], "worker_ports": [5000 + place for place in range(3)]} for host in "bc"}
+    job = replace(JOB, context=JobContext(tf_config=1))
+    facts["c"]["worker_ports"] = facts["c"]["worker_ports"][:2]
+    workers = of_job(job, facts, {})[TF_WORKERS]
+    assert workers == "10.0.0.2:5000,10.0.0.2:5001,10.0.0.2:5002,[fd00::3]:5000,[fd00::3]:5001"
+    told = json.loads(tf_config(workers, 3))
+    assert told["cluster"]["worker"][told["task"]["index"]] == "[fd00::3]:5000"
 
 
 def taken(wanted: int) -> list[int]:

@@ -81,7 +81,7 @@ def test_a_rank_on_another_host_than_it_was_meant_for() -> None:
     reports = {"a": HostReport({0: ranks[0], 1: ranks[1]}), "b": HostReport(), "c": HostReport({3: ranks[3]})}
     assert misplaced(PLACES, reports) is None
     reports["c"].ranks[2] = RankView(RankRecord(2), 102)
-    said = "rank 2 has started on c and was meant for b: mpiexec reads --hosts otherwise"
+    said = "rank 2 has started on c and was planned for b: mpiexec reads --hosts differently"
     assert misplaced(PLACES, reports) == said
 
 

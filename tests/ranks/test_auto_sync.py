@@ -289,7 +289,7 @@ def test_what_is_set(world: World) -> None:
     assert "compression int8: none, as all ranks are on one node" in choices(alone)
     if world.size > 1:
         lines = choices(of_nodes(world, compression="int8"))
-        assert "compression int8; gradients of all sizes go by direct between nodes" in lines
+        assert "compression int8; gradients of all sizes use direct between nodes" in lines
         assert not any("compression" in line for line in choices(of_nodes(world)))
 
 

@@ -263,7 +263,7 @@ def refusals(there: World) -> list[tuple[Callable[[], object], str]]:
             lambda: mt.ParameterServer().begin(there, adapter),
             "reduction=exact: a server adds up gradients in the order",
         ),
-        (lambda: mt.SparseLoCo(2).begin(there, Walk(w=2).model), "SparseLoCo: reduction=exact: it adds up what it"),
+        (lambda: mt.SparseLoCo(2).begin(there, Walk(w=2).model), "SparseLoCo: reduction=exact: it accumulates each"),
     ]
 
 

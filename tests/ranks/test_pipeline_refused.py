@@ -93,7 +93,7 @@ def test_parts_of_a_batch_that_differ(world: World) -> None:
 @pytest.mark.parametrize(
     ("hook", "text"),
     [
-        (CompareReplicas, "each rank has layers of its own"),
+        (CompareReplicas, "the ranks have different layers"),
         (lambda: Balance(1), "all stages of a pipeline need the same part"),
         (lambda: _Watch(None, []), "mpitrain verify compares the samples and parameters of all ranks"),  # type: ignore[arg-type]
     ],

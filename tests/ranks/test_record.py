@@ -196,7 +196,7 @@ def test_what_is_not_there_is_said(world: World, capfd: pytest.CaptureFixture[st
     writer = InMemory()
     Trainer(build, [StopAtStep(2), Record([writer], meters=[Loss(), GpuUtilisation()])]).run()
     on = f"{world.size} of {world.size} ranks" if world.size > 1 else "this rank"
-    text = f"mpitrain: GpuUtilisation is not recorded on {on}. {world.name(0)}: it computes on the host\n"
+    text = f"mpitrain: GpuUtilisation is not recorded on {on}. {world.name(0)}: it computes on the CPU\n"
     assert capfd.readouterr().err == (text if world.is_root else "")
     assert not world.is_root or writer.rows[0].keys() == {"step", "epoch", "samples", "seconds", "loss"}
 

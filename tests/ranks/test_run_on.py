@@ -232,7 +232,7 @@ def test_an_exception_comes_back_and_the_job_goes_on(world: World, led: Any) -> 
         (generator, (), "the result of generator, of type generator, cannot be sent"),
         (OnlySent, (), "the result of OnlySent cannot be made"),
         (rank_and, (Unmade(5),), r"(?s)cannot be made there: ValueError: 5 is odd on rank"),
-        (collective, (), r"a collective call inside of mt\.workers"),
+        (collective, (), r"a collective call inside mt\.workers"),
         (leaves, (), "leaves raised SystemExit: 3"),
         (with_a_note, (), "with_a_note raised ValueError: the reason"),
     ],
@@ -258,9 +258,9 @@ def test_what_only_the_leader_may_do(world: World, led: Any) -> None:
             with pytest.raises(RemoteError, match=r"mt\.run_on on a worker; only rank 0 on"):
                 mt.run_on(1, nested).result()
         for call in (world.barrier, lambda: world.mean(1.0), lambda: allreduce(world, numpy.ones(2)), world.apart):
-            with pytest.raises(MpitrainError, match=r"a collective call inside of mt.workers"):
+            with pytest.raises(MpitrainError, match=r"a collective call inside mt.workers"):
                 call()
-        with pytest.raises(MpitrainError, match=r"mt.workers inside of mt.workers"), mt.workers(world):
+        with pytest.raises(MpitrainError, match=r"mt.workers inside mt.workers"), mt.workers(world):
             pass
         for function, arguments, words in (
             (lambda: 1, (), "the function .*<lambda> cannot be sent"),

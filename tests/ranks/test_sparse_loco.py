@@ -321,7 +321,7 @@ def test_what_it_does_not_take(world: World) -> None:
     assert "the model has 1 buffers whose mean all ranks need, such as mean" in text
     coded = world.replaced(config=replace(world.config, compression="int8"))
     text = error_on_all(world, ConfigError, lambda: SparseLoCo().begin(coded, Walk(w=2).model))
-    assert "compression=int8: it has a form of its own" in text
+    assert "compression=int8: it has its own wire format" in text
 
 
 @pytest.mark.parametrize("given", [{"density": 0.25}, {"bits": 3}, {"decay": 0.5}, {"sync_every": 3}])

@@ -104,7 +104,7 @@ def test_training_with_the_setting_for_compression(
     if CODECS[compression](False).relative_error < 0.1:
         # A rounding of one in a hundred of the gradients must not show in the loss of a short training.
         numpy.testing.assert_allclose(short, full, rtol=0.01)
-    # What top_k and sign leave out arrives up to a hundred steps later: tests/ranks/test_gathered.py has what is exact.
+    # What top_k leaves out arrives up to a hundred steps later: tests/ranks/test_gathered.py has what is exact.
 
 
 def spoiled(world: World, at_step: int, odd: int, what: str) -> Any:

@@ -278,7 +278,7 @@ def test_a_virtual_rank_that_overflows(world: World, function: Any, global_batch
         assert all(math.isfinite(float.fromhex(loss)) for loss, _ in made)
 
 
-ELSEWHERE = "this training continues where kernels may round otherwise"
+ELSEWHERE = "this training continues where kernels may round differently"
 
 
 @pytest.mark.parametrize("where", ["here", "on another processor"])

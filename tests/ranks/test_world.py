@@ -312,7 +312,7 @@ def test_what_has_no_layout(world: World, value: Any) -> None:
 def test_layouts_that_cannot_be_expected(world: World) -> None:
     with pytest.raises(ValueError, match="'equal', 'parts', 'sum'"):
         world.where(1, "part")  # type: ignore[arg-type]  # that is the point
-    with pytest.raises(MismatchError, match="a number is no part of a batch"):
+    with pytest.raises(MismatchError, match="a number is not a part of a batch"):
         world.where(1.0, "parts")
     if world.size > 1:
         with pytest.raises(MismatchError, match=r"where, expected='sum'"):

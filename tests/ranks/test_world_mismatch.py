@@ -182,7 +182,7 @@ def test_weights_that_are_none(world: World) -> None:
     for odd, weight in [(odd, weight) for weight in (-1.0, math.nan, math.inf) for odd in range(world.size)]:
         mine = weight if world.rank == odd else 1.0
         text = error_on_all(world, DataError, lambda mine=mine: world.mean([1.0, numpy.ones(3)], weight=mine))
-        kind = "number of samples, or of what else is counted"
+        kind = "number of samples, or of other counted items"
         assert text == f"{world.name(odd)} has weight {weight}; a weight is a {kind}, 0 or more"
     assert "the weight is 0 on every rank" in error_on_all(world, DataError, lambda: world.mean(1.0, weight=0))
     if world.size > 1:

@@ -91,12 +91,16 @@ def test_answers_to_another_life_are_dropped() -> None:
         ([], {}, "0 arrays of gradients came; allowed are 1"),
         ([numpy.zeros(24)], {"version": 7}, "gradients of version 7 came; the newest is 0"),
         ([numpy.zeros(24)], {"unused": [3]}, "indices of parameters"),
-        ([numpy.zeros(24)], {"version": math.inf}, "the answer to a work unit is incomplete or odd: .*inf is no int"),
+        (
+            [numpy.zeros(24)],
+            {"version": math.inf},
+            "the answer to a work unit is incomplete or malformed: .*inf is no int",
+        ),
         ([numpy.zeros(24)], {"version": False}, "False is no int"),
         ([numpy.zeros(24)], {"unused": [math.inf]}, "inf is no int"),
-        ([numpy.zeros(24)], {"unused": 0}, "the answer to a work unit is incomplete or odd"),
-        ([numpy.zeros(24)], {"loss": None}, "None is no number"),
-        ([numpy.zeros(24)], {"loss": 10**400}, "the answer to a work unit is incomplete or odd: OverflowError"),
+        ([numpy.zeros(24)], {"unused": 0}, "the answer to a work unit is incomplete or malformed"),
+        ([numpy.zeros(24)], {"loss": None}, "None is not a number"),
+        ([numpy.zeros(24)], {"loss": 10**400}, "the answer to a work unit is incomplete or malformed: OverflowError"),
         ([numpy.zeros(24)], {"note": {"pickle": "x"}}, "a note of kind 'pickle'"),
         ([numpy.zeros(24)], {"scale": 0.0}, "1 or above"),
     ],
@@ -199,7 +203,7 @@ def test_what_a_codec_leaves_out_comes_with_the_next_push(scales: list[float]) -
     ("name", "text"),
     [
         (read_config({}, {"compression": "auto"}).compression, "name a codec, as in MPITRAIN_COMPRESSION=int8"),
-        ("power_sgd:2", "compression=power_sgd:2 takes two sums over the ranks"),
+        ("power_sgd:2", "compression=power_sgd:2 needs two sums over the ranks"),
     ],
 )
 def test_codecs_that_a_server_does_not_take(name: str, text: str) -> None:

@@ -57,7 +57,7 @@ def test_each_sample_counts_once(
     assert len(stats.workers) == num_workers
     assert name == "sync, backup" or sum(one.dropped for one in stats.workers) == 0
     output = "".join(capfd.readouterr())
-    assert not re.search("no answer for|overdue|has not been heard of|has waited", output), output
+    assert not re.search("no answer for|overdue|has not been heard from|has waited", output), output
 
 
 @pytest.mark.parametrize("name", MODES)

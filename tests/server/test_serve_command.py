@@ -58,7 +58,7 @@ def test_a_server_two_workers_and_others_that_are_refused(commands: Commands, tm
         "mpitrain's code differs": commands.work(*LONG, PYTHONPATH=str(tmp_path / "old")),
         "it has 'seed=1', the server 'seed=0'": commands.work(*LONG, "--seed", "1"),
         # This one cannot come in at all.
-        "is not the server of this key": commands.work(
+        "is not the server with this key": commands.work(
             *LONG, MPITRAIN_KEY=other_key, MPITRAIN_STALL_SECONDS="1", MPITRAIN_HANG_SECONDS="3"
         ),
     }
@@ -91,7 +91,7 @@ def test_a_server_that_fails_and_a_worker_that_waits_in_vain(commands: Commands,
     assert worker.end() == 1
     waits = f"no program listens at 127.0.0.1:{commands.port}: the server has not begun, or has ended"
     assert f"{waits}; this worker waits until 2 s are over" in worker.output
-    assert "Start this worker again when the server is there" in worker.output
+    assert "Start this worker again when the server is running" in worker.output
 
 
 def test_two_servers_for_one_job(commands: Commands, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_two_servers_for_one_job(commands: Commands, tmp_path: Path) -> None:
     one.until(r"1 here[^\0]*step \d+\n")
     again = commands.serve(program=program["one"])
     assert again.end() == 2
-    assert f"port {commands.port} is in use on this machine, by another server perhaps" in again.output
+    assert f"port {commands.port} is in use on this machine, perhaps by another server" in again.output
     one.until(lambda text: text.count("step ") >= 3)  # it continues
     one.signal(signal.SIGKILL)
     one.end()
@@ -141,7 +141,7 @@ def test_no_worker_at_all_and_ctrl_c(commands: Commands) -> None:
     [
         (["serve"], "name a script, as in `mpitrain serve train.py`"),
         (["serve", "nowhere.py"], "there is no script 'nowhere.py'"),
-        (["serve", "--port", "0", "x.py"], "'0' is no port; allowed are 1 to 65535"),
+        (["serve", "--port", "0", "x.py"], "'0' is not a port; allowed are 1 to 65535"),
         (["serve", "--servers", "0", "x.py"], "'0' is not"),
         (["serve", "--port", "65534", "--servers", "3", TRAIN[0]], "3 servers take the ports 65534 to 65536, and the"),
         (["serve", "--hosts", "a b", TRAIN[0]], "does not begin with the name of a host"),
@@ -220,7 +220,7 @@ def test_killed_workers_and_a_killed_server(
     """
     program = [script(mode), str(tmp_path / "saved"), "0", "0.01"]
     early = commands.work(*program, MPITRAIN_KEY=_key(commands), MPITRAIN_STALL_SECONDS="1")
-    early.until("has not been heard of for . s: no program listens at")
+    early.until("has not been heard from for . s: no program listens at")
     server = commands.serve(program=program)
     lost, late = commands.work(*program), commands.work(*program)
     server.until(r"3 here[^\0]*step \d+0\n")

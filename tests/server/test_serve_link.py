@@ -130,7 +130,7 @@ def test_without_encryption_no_address_of_a_name_may_lead_over_a_network(monkeyp
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     # Whatever this machine has is a network that others can read.
     monkeypatch.setattr("mpitrain.server.security._TUNNEL", -1)
-    with pytest.raises(ConfigError, match=r"no tunnel|no way to|is not known"):
+    with pytest.raises(ConfigError, match=r"not a tunnel|no route to|is not known"):
         check_way(name)
     with closing(WorkerLink([f"{name}:{port}"], KEYS.worker, MOST, plain=True)) as worker:
         assert worker._socket.getsockopt(zmq.BINDTODEVICE).rstrip(b"\0") == b"lo"
@@ -218,7 +218,7 @@ def test_a_port_in_use() -> None:
         port = server.address.split(":")[1]
         with pytest.raises(ConfigError, match=f"port {port} is in use on this machine.*--port PORT.*ss -ltnp"):
             a_server(address=server.address)
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1 is no address of this machine; `ip -brief address`"):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1 is not an address of this machine; `ip -brief address`"):
         a_server(address="192.0.2.1:5000")
 
 
@@ -342,7 +342,7 @@ def test_why_nothing_comes() -> None:
         assert worker.trouble() == "the name nowhere.invalid cannot be resolved"
     with closing(a_server()) as server, closing(a_worker(server)) as worker:
         greeted(server, worker)
-        assert worker.trouble() == f"the server at {server.address} is there, and does not answer"
+        assert worker.trouble() == f"the server at {server.address} is running, but does not answer"
 
 
 def test_a_machine_that_drops_packets() -> None:

@@ -110,7 +110,7 @@ def test_a_worker_is_not_taken_for_a_server(
                 break
         assert message.kind == "refused"
         assert (
-            f"a peer that is no server of this job says that it is server {str(number)[:100]};"
+            f"a peer that is not a server of this job says that it is server {str(number)[:100]};"
             in message.fields["text"]
         )
     goes_on.set()
@@ -119,7 +119,7 @@ def test_a_worker_is_not_taken_for_a_server(
     output = capsys.readouterr().out
     assert "a liar" not in output
     # However often it comes: see RejectedPeers.
-    assert "before they had joined: 1; the last one because it says that it is server 1, and has not the" in output
+    assert "before they had joined: 1; the last one because it says that it is server 1, but does not have" in output
     assert len(output) < 10_000
 
 

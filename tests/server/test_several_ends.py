@@ -66,7 +66,7 @@ def ends_by(served: Served, kind: type[Exception], text: str) -> None:
 
 def test_an_error_within_an_update_is_the_error_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     ends_by(Served(2, mt.ParameterServer("async"), dividing, num_servers=2), OSError, "no space left")
-    assert "after OSError, the model here is not whole: server 0 on" in capsys.readouterr().out
+    assert "after OSError, the model here is incomplete: server 0 on" in capsys.readouterr().out
 
 
 def test_an_error_within_a_fetch_is_the_error_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_a_run_that_is_over_does_not_fail_by_a_server_that_stays(
     goes_on.set()
     served.end()
     assert set(served.counts) == {1.0}
-    text = r"the run has ended, .* to end: server 1 on .* not been heard of for \d+ s"
+    text = r"the run has ended, .* to end: server 1 on .* not been heard from for \d+ s"
     assert re.search(text, capsys.readouterr().out)
 
 
@@ -153,7 +153,7 @@ def test_a_pull_that_fails_is_no_fault_of_the_samples(monkeypatch: pytest.Monkey
     assert set(trainer.adapter.parameters()["count"]) == {1 / 8}
     (error,) = others.errors.values()
     assert isinstance(error, LaunchError)
-    silent = r"worker \d on .*: server 1 at \S+ has not been heard of for \d+ s \(MPITRAIN_HANG_SECONDS\)"
+    silent = r"worker \d on .*: server 1 at \S+ has not been heard from for \d+ s \(MPITRAIN_HANG_SECONDS\)"
     assert re.search(silent, str(error))
     assert [one.refused for one in trainer.strategy.stats.workers] == [0, 0]  # type: ignore[attr-defined]
 
@@ -231,7 +231,7 @@ def test_a_server_that_hangs_is_named_and_no_worker_is(
         push_both(worker, line, job)
         served._thread.join(60)
     goes_on.set()
-    text = r"server 1 on \S+ has not been heard of for \d+ s \(MPITRAIN_HANG_SECONDS\)"
+    text = r"server 1 on \S+ has not been heard from for \d+ s \(MPITRAIN_HANG_SECONDS\)"
     with pytest.raises(LostServerError, match=text):
         served.end()
     assert "has not answered work unit" not in capsys.readouterr().out
@@ -337,7 +337,7 @@ def test_a_further_server_says_that_it_waits_for_the_first_one() -> None:
     with (
         closing(WorkerLink([free_address()], keys.worker, 10**6, name="the first server")) as first,
         closing(ServerLink("127.0.0.1:*", keys, 10**6)) as own,
-        pytest.raises(LaunchError, match=r"^a: the first server has not been heard of .*Start the job again$"),
+        pytest.raises(LaunchError, match=r"^a: the first server has not been heard from .*Start the job again$"),
     ):
         further_server(own, first, 8, patience)[0].serve()
     assert "no program listens at" in said[0]

@@ -227,7 +227,7 @@ def test_a_text_is_whole_or_damaged() -> None:
         writer.join()
     page.write(texts[2])
     os.pwrite(page._file, b"?", 50_000)
-    with pytest.raises(ValueError, match="its text does not have the checksum that stands before it"):
+    with pytest.raises(ValueError, match="its text does not match its checksum"):
         read_served(path)
     assert read_served("/proc/self/fd/0") is None
     os.close(page._file)

@@ -266,9 +266,13 @@ def test_a_peer_with_the_key_that_sends_no_messages() -> None:
 @pytest.mark.parametrize(
     ("key", "plain", "words"),
     [
-        (make_keys().worker, False, "what listens there is not the server of this key"),
-        (replace(KEYS.worker, worker_secret=make_keys().worker.worker_secret), False, "the server does not take this"),
-        (KEYS.worker, True, "has one of both sides --plain?"),
+        (make_keys().worker, False, "the program that listens there is not the server with this key"),
+        (
+            replace(KEYS.worker, worker_secret=make_keys().worker.worker_secret),
+            False,
+            "the server does not accept this",
+        ),
+        (KEYS.worker, True, "has only one side --plain?"),
     ],
 )
 def test_a_worker_with_a_wrong_key_is_told_so(served: Served, key: WorkerKey, plain: bool, words: str) -> None:

@@ -186,7 +186,7 @@ def test_the_text_of_a_key() -> None:
         text + "x",
         "é" * 88,
     ):
-        with pytest.raises(ConfigError, match="MPITRAIN_KEY is no key: "):
+        with pytest.raises(ConfigError, match="MPITRAIN_KEY is not a key: "):
             parse_key(wrong, "MPITRAIN_KEY")
 
 
@@ -213,7 +213,7 @@ def test_a_file_without_keys(tmp_path: Path, text: str) -> None:
     path = tmp_path / "serve.key"
     keys_of(path)
     path.write_text(text, "latin1")
-    with pytest.raises(ConfigError, match=r"no file with a server's keys|cannot be read"):
+    with pytest.raises(ConfigError, match=r"not a file with a server's keys|cannot be read"):
         keys_of(path)
 
 
@@ -221,7 +221,7 @@ def test_secrets_of_two_servers_do_not_mix(tmp_path: Path) -> None:
     path, other = tmp_path / "serve.key", make_keys()
     keys = keys_of(path)
     path.write_text(f"{other.server_secret.hex()}\n{keys.worker.text}\n")
-    with pytest.raises(ConfigError, match="no file with a server's keys"):
+    with pytest.raises(ConfigError, match="not a file with a server's keys"):
         keys_of(path)
 
 

@@ -1,8 +1,8 @@
 """A real Slurm on this machine: munged, slurmctld, and a slurmd for each of three nodes, all in one folder.
 
-The three nodes are one machine: each slurmd has a name (-N) and a port of its own. Or they are hosts (slurm_hosts.py).
-The daemons use no file outside of the folder, and no service of the machine. The kernel ends them with the process that
-has started them.
+The three nodes are one machine: each slurmd has a name (-N) and a port of its own. Or they are hosts
+(pretended_hosts.py). The daemons use no file outside of the folder, and no service of the machine. The kernel ends them
+with the process that has started them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from slurm_hosts import NAMES, Hosts, address
-
 from free_ports import free_port
 from jobs import HANG_SECONDS, REPOSITORY, TOKEN, Job, clean_environment, kill_all, processes_of, run_command, until
+from pretended_hosts import NAMES, Hosts, address
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "setpriv")
 # The first one has a name that this machine knows, so that `mpitrain run` can be tried on it.

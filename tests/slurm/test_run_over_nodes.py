@@ -1,4 +1,4 @@
-"""Jobs of Slurm over three hosts (slurm_hosts.py), none of which has an sshd: the bits are those of mpiexec alone."""
+"""Jobs of Slurm over three hosts (pretended_hosts.py), none with an sshd: the bits are those of mpiexec alone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from slurm_daemons import Slurm, why_not
-from slurm_hosts import Hosts
 from slurm_programs import MPITRAIN, PYTHON, TRAINING, bits, nodes, submitted
 
 from jobs import VENVS, mpiexec, until
+from pretended_hosts import Hosts
 
 pytestmark = pytest.mark.nightly
 # A rank knows where it is by the name of its host: mpiexec gives all ranks the batch script's SLURMD_NODENAME.

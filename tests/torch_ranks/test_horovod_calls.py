@@ -103,9 +103,9 @@ def test_adasum(world: World, dtype: torch.dtype) -> None:
     ("given", "options", "text"),
     [
         (torch.tensor([True]), {}, "bool"),
-        (torch.tensor([True]), {"op": hvd.Sum, "prescale_factor": 0.5}, "no factor"),
+        (torch.tensor([True]), {"op": hvd.Sum, "prescale_factor": 0.5}, "no factors"),
         (torch.tensor([1j]), {"op": hvd.Max}, "no order"),
-        (torch.tensor([1]), {"op": 7}, "op=7 is no operator; give one of Average, Sum"),
+        (torch.tensor([1]), {"op": 7}, "op=7 is not an operator; give one of Average, Sum"),
         (torch.tensor([1]), {"op": hvd.Adasum}, "Adasum"),
     ],
 )
@@ -274,7 +274,7 @@ UNUSABLE: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "number in a group": (lambda: hvd.grouped_allreduce([3]), lambda: hvd.grouped_allreduce([X]), "int in place"),
     "begun": (lambda: hvd.allreduce_async(None), lambda: hvd.allreduce(X), "NoneType in place"),
     "subclass": (lambda: hvd.allreduce(X.as_subclass(Labelled)), lambda: hvd.allreduce(X), "Labelled"),
-    "op": (lambda: hvd.allreduce(X, op="Sum"), lambda: hvd.allreduce(X, op=hvd.Sum), "op='Sum' is no operator"),
+    "op": (lambda: hvd.allreduce(X, op="Sum"), lambda: hvd.allreduce(X, op=hvd.Sum), "op='Sum' is not an operator"),
     "op 1.0": (lambda: hvd.allreduce(X, op=1.0), lambda: hvd.allreduce(X, op=hvd.Sum), "op=1.0; it must be a whole"),
     "factor": (lambda: hvd.allreduce(X, prescale_factor="2"), lambda: hvd.allreduce(X), "prescale_factor='2'"),
     "root 1.0": (lambda: hvd.broadcast(X, 1.0), lambda: hvd.broadcast(X, 1), "root_rank=1.0"),

@@ -147,7 +147,7 @@ def test_unused_parameters_and_buffers(world: World, train: Any, capsys: pytest.
             assert tensor.numpy().tobytes() == wanted.numpy().tobytes(), name
     if train is by_prepare:
         out = capsys.readouterr().out
-        assert out.count("so the optimizer leaves them alone: none.bias, none.weight") == world.is_root, out
+        assert out.count("so the optimizer skips them: none.bias, none.weight") == world.is_root, out
         assert ("zeros count there: " in out) == (world.is_root and world.size > 1), out
     assert torch.equal(trained.none.weight, initial.none.weight)
     assert trained.none.weight.grad is None

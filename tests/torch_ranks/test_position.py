@@ -303,3 +303,20 @@ def test_keep_before_prepare(world: World, capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr().out == ""
     mpitrain.torch.keep(model, optimizer)
     assert ("keep() was not given the data of prepare()" in capfd.readouterr().out) == world.is_root
+
+
+@pytest.mark.parametrize("schedule", ["StepLR", "OneCycleLR"])
+def test_a_scheduler_that_is_not_kept(world: World, capfd: pytest.CaptureFixture[str], schedule: str) -> None:
+    """Without it, the schedule of the next attempt would begin again, and nobody would notice."""
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    scheduler: Any = (
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        if schedule == "StepLR"
+        else torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+    )
+    model, optimizer, data = mpitrain.torch.prepare(model, optimizer, loader())
+    mpitrain.torch.keep(model, optimizer, data, scheduler)
+    assert capfd.readouterr().out == ""
+    mpitrain.torch.keep(model, optimizer, data)
+    assert ("keep() was not given the scheduler of the optimizer" in capfd.readouterr().out) == world.is_root

@@ -115,9 +115,7 @@ def test_a_run_resumes_on_other_ranks(world: World, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     mpitrain.torch.restore_residuals(other.model, {"of_ranks": [*of_ranks, of_ranks[0]]})
     out = capsys.readouterr().out
-    text = (
-        f"what each rank has kept for itself with local updates is not restored: it was saved by {world.size + 1} ranks"
-    )
+    text = f"each rank's own state with local updates is not restored: it was saved by {world.size + 1} ranks"
     assert out.count(text) == world.is_root
     assert out.count("All ranks begin with the parameters of the last outer step") == world.is_root
     assert other.bits() == met

@@ -128,7 +128,7 @@ def test_training_equals_pytorch_alone(world: World, kind: Any, optimizer: Any, 
         warnings.simplefilter("always")
         trainer.run()
     texts = [str(warning.message).partition(".")[0] for warning in caught]
-    unused = "no rank's loss depends on these parameters, so the optimizer leaves them alone: spare"
+    unused = "no rank's loss depends on these parameters, so the optimizer skips them: spare"
     assert texts == ([unused] if kind is Net else [])
     expected, losses, rates = bare_torch(kind, optimizer, world.size if kind is Normed else 1)
     numpy.testing.assert_allclose([step.loss for step in record.steps], losses, rtol=1e-11)

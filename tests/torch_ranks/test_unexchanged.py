@@ -150,7 +150,7 @@ TOLD: dict[str, Callable[[World], object]] = {
 def test_a_line_tells(world: World, told: Callable[[], str], name: str) -> None:
     TOLD[name](world)
     line = told()
-    assert line.startswith(f"mpitrain: {world.size} ranks have each trained a model of their own: "), line
+    assert line.startswith(f"mpitrain: {world.size} ranks have each trained a separate model: "), line
     assert line.count("\n") == 1
     assert "steps on rank 0 on " in line
 

@@ -25,7 +25,7 @@ CHANGES = ({"final": 0.2}, {"final": -0.1}, {"warmup_steps": -1}, {"warmup_steps
         (lambda: SGD(-0.1), "learning_rate is -0.1; allowed: a finite number >= 0"),
         (lambda: SGD(math.nan), "learning_rate is nan"),
         (lambda: SGD(0.1, momentum=1.0), "momentum is 1.0; allowed: 0 <= momentum < 1"),
-        (lambda: SGD(0.1, nesterov=True), "nesterov is True and momentum 0"),
+        (lambda: SGD(0.1, nesterov=True), "nesterov is True and momentum is 0"),
         (lambda: SGD(0.1, weight_decay=-1), "weight_decay is -1; allowed"),
         (lambda: SGD(0.1, clip_norm=0), "clip_norm is 0; allowed: None or a finite number > 0"),
         (lambda: Adam(0.1, betas=(0.9, 1.0)), r"betas are \(0.9, 1.0\); allowed"),

@@ -33,7 +33,7 @@ for step in range(20):
     optimizer.step()
 dist.destroy_process_group()
 """
-LINE = "mpitrain: 2 ranks have each trained a model of their own: from equal parameters, an optimizer of 33 numbers"
+LINE = "mpitrain: 2 ranks have each trained a separate model: from equal parameters, an optimizer of 33 numbers"
 IGNITE = "import ignite.distributed as idist\nfrom torch"
 
 

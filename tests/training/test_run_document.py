@@ -143,4 +143,4 @@ def test_rows_of_a_loop(tmp_path: Path, fault: str) -> None:
         assert document.after_step == after_step
         assert document.end == (DONE if not fault else "")
     if fault:
-        assert "the metric 'no number' of step 6 is 'x'; it is no number" in job.stderr
+        assert "the metric 'no number' of step 6 is 'x'; it is not a number" in job.stderr

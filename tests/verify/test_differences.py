@@ -245,7 +245,7 @@ def test_steps_in_which_each_rank_uses_its_own_gradients() -> None:
     assert its.counts == {"samples": 12, "weights": 3, "loss": 2, "gradients": 2, "learning rate": 3, "parameters": 4}
     (text,) = [line for line in report(alone, together, its) if "trains by itself" in line]
     assert text.startswith(
-        "  from step 2 on, each rank trains by itself, and no step is meant to equal that of 1 rank: only"
+        "  from step 2 on, each rank trains by itself, so its steps differ from those of 1 rank: only"
     )
     for change, kind in (
         ({"loss": 7.0}, "loss"),

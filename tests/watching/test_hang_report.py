@@ -67,7 +67,7 @@ SHOWN = [
         (does(3, "T"), "is stopped (SIGSTOP?): kill -CONT 103"),
         (does(3, "T", status=WAITS, words="mean"), "is stopped in mean (SIGSTOP?): kill -CONT 103"),
         (does(3, "t"), "is held by a debugger"),
-        (does(3, "D"), "is stuck in the kernel (nfs_wait): does a disk or a network share not answer?"),
+        (does(3, "D"), "is stuck in the kernel (nfs_wait): does a disk or a network file system not answer?"),
         (does(3, "gone"), "has lost its process (103 has ended)"),
         (
             does(3, "S", status=BUSY, words="save a checkpoint"),

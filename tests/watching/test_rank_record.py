@@ -263,7 +263,7 @@ def test_a_text_that_finds_no_room_changes_nothing(page: Page) -> None:
     page.set_steering("a" * MOST_STEERING_BYTES)
     with pytest.raises(ValueError, match=f"a text of {MOST_STEERING_BYTES + 1} bytes"):
         page.set_steering("b" * (MOST_STEERING_BYTES + 1))
-    with pytest.raises(ValueError, match=f"at most {MOST_ORDER_BYTES} find room"):
+    with pytest.raises(ValueError, match=f"at most {MOST_ORDER_BYTES} fit"):
         write_order(page.descriptor, {"number": 2, "value": "\1" * 900})
     assert record_on(page).steering == "a" * MOST_STEERING_BYTES
     assert (page.order_number, page.order()["value"]) == (1, "first")

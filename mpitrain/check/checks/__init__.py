@@ -58,7 +58,7 @@ SUBJECTS: tuple[ModuleType, ...] = (
 
 
 def _of(subject: ModuleType, name: str) -> Any:
-    """What the subject has under an optional name; nothing if it has none."""
+    """The value of an optional name of a subject's module; empty if it does not have the name."""
     return vars(subject).get(name, {})
 
 

@@ -14,7 +14,7 @@ from mpitrain.reading import json_of, read_text, shown
 
 _VERSION = 1
 _MOST_BYTES = 96 << 20
-# Section -> entries that stay constant unless somebody changes the machine. Others, such as load, vary.
+# Section -> entries that stay constant unless the machine is changed. Others, such as load, vary.
 STABLE: Mapping[str, tuple[str, ...]] = {
     "login": ("python",),
     "system": ("system", "kernel", "architecture", "cores", "memory_mib", "packages"),
@@ -27,7 +27,7 @@ _FLEETING = re.compile(r"(veth|docker|br-|virbr|vnet|tap|cni|cali|flannel|podman
 
 
 def stable(seen: Seen) -> dict[str, dict[str, Any]]:
-    """Node -> "section.entry" (deeper ones too) -> value, of all that was seen and does not change by itself."""
+    """Node -> "section.entry" (also nested) -> value, for all observations that do not change by themselves."""
     lasting: dict[str, dict[str, Any]] = {}
     for name, sections in seen.nodes.items():
         values: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def read_baseline(path: Path) -> dict[str, Any]:
 
 
 def drift(seen: Seen, _names: object) -> Iterator[Finding]:
-    """The judge of DRF01: every value that is not as in the baseline."""
+    """The judge of DRF01: every value that differs from the baseline."""
     if "baseline" not in seen.cluster:
         raise NotHereError("there is no --baseline to compare with")
     before = seen.whole("baseline")

@@ -22,7 +22,7 @@ def _offsets(cluster: Cluster) -> dict[str, Any]:
 
 
 def _offset(cluster: Cluster, name: str) -> dict[str, float]:
-    """Use the sample with the shortest round trip, because only the time of the way is unknown."""
+    """Use the sample with the shortest round trip, because only the transmission time is unknown."""
     samples = []
     for _ in range(_SAMPLES):
         begun, before = time.monotonic(), time.time()
@@ -34,7 +34,7 @@ def _offset(cluster: Cluster, name: str) -> dict[str, float]:
 
 
 def _skew(seen: Seen, nodes: Sequence[str]) -> Iterator[Finding]:
-    offsets = seen.whole("clock")
+    offsets = seen.whole("clock_offsets")
     known = {}
     for node in nodes:
         one = offsets.get(node, {"error": "was not asked"})
@@ -108,7 +108,7 @@ _SOURCES = {
 
 ASKS = (Ask("time_service", "time_service", "login", seconds=9.0),)
 CLUSTER: dict[str, ClusterStep] = {
-    "clock": _offsets,
+    "clock_offsets": _offsets,
 }
 CHECKS = (
     Check(
@@ -116,7 +116,7 @@ CHECKS = (
         "the clocks agree",
         _skew,
         scope="cluster",
-        uses=("clock", "time_service"),
+        uses=("clock_offsets", "time_service"),
         looks=f"{_SAMPLES} queries of the time over the open connection. The one with the shortest round trip counts, "
         f"less half of that trip. The clocks are compared with their median.",
         why="NFS compares times of files, certificates expire, and logs of several nodes cannot be read together.",

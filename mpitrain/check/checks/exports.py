@@ -74,7 +74,7 @@ def _safe(seen: Seen, head: str) -> Iterator[Finding]:
 
 
 def _is_ours(client: str, seen: Seen) -> bool:
-    """With a tunnel, only the addresses in it belong to the nodes. Any machine may have the others."""
+    """With a tunnel, only the addresses inside it belong to the nodes. Any machine may have the other addresses."""
     for name in seen.target.names:
         own = {seen.target.addresses[name]} if has_tunnel(seen, name) else addresses_of(seen, name)
         if client in (name, *own):

@@ -19,7 +19,7 @@ _TINY_LOCKED_BYTES = 8 << 20  # Linux's default: 64 KiB, 8 MiB since 5.16
 _ENOUGH_LOCKED_BYTES = 16 << 30
 _NO_MEMORY_BYTES = 256 << 20
 _LITTLE_MEMORY_BYTES = 512 << 20
-# The computation by other processes, as a part of all processors.
+# The computation by other processes, as a share of all processors.
 _BUSY = 0.25
 _NO_ROOM_BYTES = 64 << 20
 _LITTLE_ROOM_BYTES = 2 << 30

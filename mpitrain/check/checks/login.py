@@ -46,7 +46,7 @@ def _failed(seen: Seen, name: str, *kinds: str) -> Iterator[Finding]:
 def _reached(seen: Seen, name: str) -> Iterator[Finding]:
     yield from _failed(seen, name, "login")
     login = seen.node(name, "login")
-    # A busy machine is slow in everything, which is not a fault of the login.
+    # On a busy machine everything is slow, which is not a fault of the login.
     if login.get("seconds", 0.0) > _SLOW_SECONDS * login.get("patience", 1.0):
         yield Finding("warn", f"a login takes {login['seconds']:.1f} s", f"less than {_SLOW_SECONDS:g} s")
 

@@ -76,7 +76,7 @@ def _routes(seen: Seen, name: str) -> Iterator[Finding]:
 def _sources(seen: Seen, name: str, own_links: set[str], sideways: set[str]) -> Iterator[Finding]:
     """Check from which of its addresses the node reaches the others, which admit only the one in the inventory.
 
-    Interfaces in `sideways` are reported already, and a route through one has its address too.
+    Interfaces in `sideways` are already reported, and a route through one also has its address.
     """
     network, own = seen.node(name, "network"), ip_address(seen.target.addresses[name])
     peers: dict[tuple[str, str], list[str]] = {}
@@ -114,7 +114,7 @@ def _own_first(texts: Sequence[str], interface: str, own: IPv4Address | IPv6Addr
 
 
 def _doubles(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
-    """Judge networks by the nodes that were seen; a duplicate needs two."""
+    """Judge networks by the nodes that answered; a duplicate needs two."""
     if any(pin in seen.target.environ for pin in _PINS):
         raise NotHereError("your environment names the interface to use")
     owners: dict[tuple[str, str], list[str]] = {}

@@ -1,9 +1,9 @@
-"""The speed of the ways between nodes, of nodes, share and sums over all nodes; and the cause if one is slow.
+"""The speed of nodes, of the paths between them, of the shared folder and of sums; and the cause if one is slow.
 
-A busy node makes any way look slow, now and then. So a way that seems slow is measured several times again, in turns
-with one that does not. It is slow if its best is below half of what the other reached at worst, and sound if it reaches
-half of what the other usually does. Otherwise the measurements differ by more than a finding would claim, and it was
-not measured.
+A busy node occasionally makes any path look slow. So a path that seems slow is measured several times again,
+alternating with one that does not. It is slow if its best rate is below half of the other's worst, and sound if it
+reaches half of the other's usual rate. Otherwise the measurements vary by more than a finding would claim, and the path
+counts as not measured.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _measure_again(cluster: Cluster, measured: dict[Pair, dict[str, Any]], suspe
 
 
 def _is_open(seen: Seen, pair: Pair) -> bool:
-    """True if large messages get through there, as far as is known; other checks report a pair where they do not."""
+    """True if large messages get through there, as far as is known; other checks report pairs where they do not."""
     reach = seen.pairs.get(pair, {}).get("reach", {})
     return bool(reach.get("connect", "ok") == "ok" and reach.get("large_is_complete", True))
 
@@ -81,7 +81,7 @@ def _ask_way(cluster: Cluster, a: str, b: str) -> Any:
 
 
 def rates_of(measured: Mapping[Pair, Rates]) -> dict[Pair, float]:
-    """Bytes a second of those that could be measured."""
+    """Bytes per second of the pairs that could be measured."""
     return {pair: one["bytes_per_second"] for pair, one in measured.items() if "bytes_per_second" in one}
 
 
@@ -96,7 +96,7 @@ def slow_pairs(rates: Mapping[Pair, float]) -> list[Pair]:
 
 
 def state(one: Rates) -> Literal["sound", "slow", "unclear"]:
-    """What the turns say about a way. A way without turns had not seemed slow."""
+    """The verdict of the alternating measurements of a path. A path without them did not seem slow."""
     if "again" not in one:
         return "sound"
     own, others = _all_rates(one["again"]), _all_rates(one["beside"])
@@ -135,17 +135,17 @@ def _span(rates: Sequence[float]) -> str:
 
 
 def mib(rate: float) -> str:
-    """A rate in MiB/s, for people."""
+    """Format a rate in MiB/s."""
     return f"{rate / 2**20:.3g}"
 
 
 def whose_fault(
     slow: Sequence[Pair], names: Sequence[str], unclear: Collection[Pair] = ()
 ) -> list[tuple[tuple[str, ...], str]]:
-    """What is slow: a node (all its ways out, all its ways in, or both), or single links. Each is (place, words).
+    """What is slow: a node (all its outgoing or incoming paths, or both), or single links. Each is (place, text).
 
-    With two nodes the end cannot be told; with three, two ways of two are a weak sign. Where other ways of the same
-    nodes are unclear, it may be the node or the link.
+    With two nodes the slow end cannot be determined; with three, two slow paths out of two are a weak sign. If other
+    paths of the same nodes are unclear, it may be the node or the link.
     """
     if len(names) < 3:
         return [(pair, "from the one to the other; with two nodes it cannot be told which end it is") for pair in slow]
@@ -244,7 +244,7 @@ def _share_speed(seen: Seen, name: str) -> Iterator[Finding]:
 
 
 def bus_bytes_per_second(size_bytes: int, seconds: float, num_ranks: int) -> float:
-    """Return the bytes per second that each way must carry in each direction with any algorithm, as in nccl-tests."""
+    """Return the bytes per second that each path must carry in each direction with any algorithm, as in nccl-tests."""
     return size_bytes / seconds * 2 * (num_ranks - 1) / num_ranks
 
 

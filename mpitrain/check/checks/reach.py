@@ -1,8 +1,8 @@
-"""The ways between nodes, for each pair in each direction: ports, packet sizes, round trips.
+"""The paths between nodes, for each pair in each direction: ports, packet sizes, round trips.
 
-To a busy node, or through a busy tunnel, a connection may take too long. So a high port that seems closed is tried
-again, in turns with ssh's port of that node. It is open if any connection comes about, and closed if none does while
-ssh's port answers each time. Otherwise nothing is known of it.
+A connection to a busy node, or through a busy tunnel, may take too long. So a high port that seems closed is tried
+again, alternating with that node's ssh port. It is open if any connection is made, and closed if none is made while
+ssh's port answers each time. Otherwise nothing is known about it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _MUCH_LOSS = 0.05
 
 
 def in_turns(connect: Callable[[], dict[str, Any]], answer: Callable[[], str]) -> dict[str, Any]:
-    """What the first `connect` that succeeds says, or the last; "beside": what ssh's port answered between them."""
+    """The result of the first `connect` that succeeds, or of the last; "beside": the answers of ssh's port between
+    them."""
     reached, beside = connect(), list[str]()
     while reached["connect"] != "ok" and len(beside) < _TURNS:
         beside.append(answer())
@@ -52,7 +53,7 @@ def _reach(cluster: Cluster, a: str, b: str) -> Any:
         return {"error": str(error)}
     address = cluster.target.addresses[b]
     ranges = list(port_ranges(cluster.target.environ).values())
-    # The listener stays until the question of the other node has been given up.
+    # The listener stays until the other node's question has timed out.
     to_listen = {"address": address, "seconds": MOST_PATIENCE * _SECONDS, "range": ranges[0] if ranges else None}
     ports: list[int] = []
 
@@ -107,7 +108,7 @@ def _lose(cluster: Cluster, a: str, b: str) -> dict[str, int]:
 
 
 def loss(seen: Seen, pair: tuple[str, str]) -> float:
-    """Return the part of the packets that is lost on the way; 0 if that was not seen."""
+    """Return the fraction of the packets that is lost on the path; 0 if that was not observed."""
     counts = seen.pairs.get(pair, {}).get("loss", {})
     came = counts.get("came", 0)
     return max(1.0 - came / counts["sent"] if came else 0.0, _sent_again(counts))

@@ -12,7 +12,7 @@ from mpitrain.check.collect import Cluster, PairStep, quietly
 from mpitrain.check.target import Target
 from mpitrain.launch.hostfile import Host
 
-# A server has several addresses and names, and each node may use another one.
+# A server has several addresses and names, and each node may use a different one.
 _KINDS = ("nfs", "nfs4", "fuse.nfs")  # the last is a client in user space
 _SLOW_LIST_SECONDS = 1.0
 _SLOW_NAME_SECONDS = 2.0
@@ -64,7 +64,7 @@ def is_nfs(seen: Seen, name: str) -> bool:
 
 
 def _server_addresses(seen: Seen, name: str) -> set[str]:
-    """Return the addresses that the server's name means on that node; each node may use another name."""
+    """Return the addresses of the server's name on that node; each node may use another name."""
     return set(seen.node(name, "mount")["server_addresses"])
 
 
@@ -162,7 +162,7 @@ def _writes(seen: Seen, name: str) -> Iterator[Finding]:
 
 
 def _see(cluster: Cluster, a: str, b: str) -> dict[str, Any]:
-    """Let `a` write and `b` read. Do not touch a share that has already blocked one of them, or that is not shared."""
+    """Let `a` write and `b` read. Do not touch a folder that has already blocked one of them, or that is not shared."""
     share = cluster.target.share
     if share is None:
         return {"error": "no shared folder is known"}

@@ -139,7 +139,7 @@ def _keys(seen: Seen, name: str) -> Iterator[Finding]:
     user = seen.target.user
     if not answer["keys"]:
         offers = " or ".join(answer["offers"][:3])
-        # The others must learn the new key too, so no node is named.
+        # The other nodes must also learn the new key, so no node is named.
         text = f"{user} has no key: there is no {offers}"
         yield Finding("fail", text, remedy="{set_up} --tags ssh")
     for key in answer["keys"]:
@@ -176,7 +176,7 @@ def _key_remedy(seen: Seen, name: str, key: Mapping[str, Any], *command: str) ->
 
 
 def _copies(seen: Seen, name: str, keys: list[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Find private keys that several nodes share: who steals one on a node is that user on all of them."""
+    """Find private keys that several nodes share: a key stolen from one node gives access to all of them."""
     for key in keys:
         for other in seen.target.names:
             other_keys = seen.nodes.get(other, {}).get("ssh keys", {}).get("keys", [])

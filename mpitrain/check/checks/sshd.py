@@ -1,4 +1,4 @@
-"""What sshd of a node accepts: the number of logins at once, which users, and whose passwords."""
+"""What a node's sshd accepts: the number of simultaneous logins, which users, and whose passwords."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ CHECKS = (
         _capacity,
         uses=("ssh server",),
         # MaxSessions limits the sessions within one connection. A job's agents have a connection each, and mpiexec's
-        # ssh is the only session in that of a restart (launch/ssh.py), so a limit of 1 changes nothing.
+        # ssh is the only session in that of a restart (launch/ssh.py), so a limit of 1 has no effect.
         looks="MaxStartups of `sshd -T` and of the sshd that runs; PerSourcePenalties of `sshd -T`. Not MaxSessions: "
         "no connection of a job has two sessions.",
         why="sshd drops further logins at random, and the launcher reports only that a connection was reset.",

@@ -1,4 +1,4 @@
-"""The tunnel between the nodes, if set-up made one: is it up, with the right keys, behind a closed gate?"""
+"""The tunnel between the nodes, if provisioning made one: is it up, with the right keys, and is the firewall closed?"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _up(seen: Seen, name: str) -> Iterator[Finding]:
     tunnel = _tunnel(seen, name)
     own = seen.target.addresses[name]
     if not tunnel["is_set_up"]:
-        # The others must learn its key too, so no node is named.
+        # The other nodes must also learn its key, so no node is named.
         yield Finding("fail", "there is no tunnel, but mpitrain_wireguard is true", "the tunnel", _ALL)
         return
     if own not in tunnel["addresses"]:
@@ -38,7 +38,7 @@ def _up(seen: Seen, name: str) -> Iterator[Finding]:
             yield Finding("fail", observed, "no tunnel, or mpitrain_wireguard: true", _NOT_WANTED)
             return
         observed = f"the tunnel has the address {has}" if has else "the tunnel is down"
-        # If the tunnel is not wanted, set-up removes it from all nodes or from none.
+        # If the tunnel is not wanted, provisioning removes it from all nodes or from none.
         yield Finding("fail", observed, f"up, with the address {own}", "" if is_wanted else _ALL)
         return
     others = {other: seen.nodes.get(other, {}).get("tunnel", {}) for other in seen.target.names if other != name}

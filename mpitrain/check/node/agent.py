@@ -1,6 +1,6 @@
-"""The far end of a connection: it answers questions, one line of JSON each, until its stdin ends.
+"""The remote end of a connection: it answers questions, one line of JSON each, until its stdin ends.
 
-It asks and changes nothing by itself. Questions for the shared user go to a second agent, which this one starts as that
+It does nothing by itself. Questions for the shared user go to a second agent, which this one starts as that
 user with sudo. If the login is already the shared user's, this agent is both.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 from mpitrain import facts
 from mpitrain.check.node import children, shell
 
-# The other agent may have to remove its folder from a slow or dead share.
+# The other agent may have to remove its folder from a slow or dead network file system.
 _END_SECONDS = 6.0
 _TERMINATE_SECONDS = 1.0
 _BEGIN_SECONDS = 30.0
@@ -43,7 +43,7 @@ class Agent:
         self._other: subprocess.Popen[bytes] | None = None  # the second agent's process
         self._waiting: set[int] = set()  # numbers of questions that went to the second agent
         self._is_asked_for = False
-        self._has_begun = False  # whether the second agent has said anything
+        self._has_begun = False  # whether the second agent has answered anything
         self._why = ""  # why there is no second agent
         self._end_lock = threading.Lock()
 
@@ -59,7 +59,7 @@ class Agent:
             self._heard = time.monotonic()
             try:
                 question = json.loads(line)
-            except (ValueError, RecursionError):  # only its own client speaks to it
+            except (ValueError, RecursionError):  # only its own client talks to it
                 continue
             if question["as"] in ("login", self._me):
                 threading.Thread(target=self._answer, args=(question,), daemon=True).start()
@@ -81,7 +81,7 @@ class Agent:
             try:
                 sys.stdout.write(json.dumps(message) + "\n")
                 sys.stdout.flush()
-            except OSError:  # the reader has gone
+            except OSError:  # the reader is gone
                 self._end()
 
     def _pass_on(self, question: dict[str, Any], line: bytes) -> None:
@@ -171,7 +171,7 @@ class Agent:
         if other is not None:
             assert other.stdin is not None
             with suppress(OSError):
-                os.close(other.stdin.fileno())  # not close(), which waits for a write that hangs
+                os.close(other.stdin.fileno())  # not close(), which waits for a hanging write
         children.end_all()
         if other is not None:
             if self._has_begun:

@@ -17,8 +17,8 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ENV = "/usr/bin/env"
 _QUOTES = "'`\u2018\u2019"
 
-# If more processes want to run than there are processors, a command gets a part of one, and at most so many times its
-# deadline.
+# If more processes want to run than there are processors, a command gets only a part of one. Its deadline is extended
+# by at most this factor.
 MOST_PATIENCE = 3.0
 _SUDO_SECONDS = 8.0
 _REMOVE_SECONDS = 3.0
@@ -26,7 +26,7 @@ _KILL_SECONDS = 0.5
 
 _running: set[subprocess.Popen[bytes]] = set()
 _lock = threading.Lock()
-# All questions come at once. This number of commands runs at a time: few enough that each keeps its deadline on a slow
+# All questions come at once. This number of commands runs at a time: few enough that each meets its deadline on a slow
 # machine, and enough that hanging ones do not delay the others.
 _slots = threading.Semaphore(5)
 _sudo_lock = threading.Lock()
@@ -48,7 +48,7 @@ class EndingError(Exception):
 
 
 def patience() -> float:
-    """Return how many times its deadline a command may take on this machine now."""
+    """Return the factor by which deadlines of commands are extended on this machine now."""
     return facts.patience(MOST_PATIENCE)
 
 
@@ -64,8 +64,8 @@ def run(
     `seconds` is the deadline on a machine that is not busy.
 
     Raises:
-        SlowError: the command did not end in time. A process that waits for a dead NFS server cannot be killed, and is
-            left.
+        SlowError: the command did not end in time. A process that waits for a dead NFS server cannot be killed, and
+            remains.
         EndingError: all commands were ended.
     """
     with _slots:
@@ -143,7 +143,7 @@ def sudo_hangs() -> bool:
 
 
 def makes(folder: str) -> None:
-    """Note that a folder of the agent is made, which must not outlive the agent."""
+    """Note that the agent makes a folder, which must not outlive the agent."""
     _folders.add(folder)
 
 
@@ -169,6 +169,6 @@ def end_all() -> None:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, until - time.monotonic()))
     if _folders:
-        # A dead server blocks every process that uses its share.
+        # A dead server blocks every process that uses its files.
         with suppress(subprocess.TimeoutExpired, OSError):
             subprocess.run(["rm", "-rf", "--", *_folders], timeout=_REMOVE_SECONDS, check=False)

@@ -1,4 +1,5 @@
-"""The answers of NVIDIA's tools about a node's cards. This process loads none of their libraries: they could hang."""
+"""The answers of NVIDIA's tools about a node's cards. This process does not load their libraries, because they could
+hang."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def gpu(_wish: dict[str, Any]) -> dict[str, Any]:
     nvidia = facts.nvidia()
     seen: dict[str, Any] = {"on_bus": nvidia["cards"], "loaded": nvidia["driver"], "cards": []}
     if not nvidia["cards"] and not nvidia["driver"] and not Path("/dev/nvidiactl").exists():
-        # Linux within Windows has cards too, but not on a bus, and without its own driver.
+        # Linux within Windows also has cards, but not on a bus, and without its own driver.
         code, out, _ = _query("gpu", (*_FIELDS, _REASONS[0]))
         return {**seen, "cards": read(out), **_log()} if code == 0 and read(out) else seen
     code, out, _ = children.run([sys.executable, "-I", "-c", _NVML], _SECONDS)

@@ -46,7 +46,7 @@ echo "$on_path"
 [ -z "$on_path" ] || timeout -k 1 "$7" "$on_path" --version 2>&1
 echo "{MARK}"
 """
-# The script prints three lines, because a broken MPI may kill the process, and another Python takes its time. The first
+# The script prints three lines, because a broken MPI may kill the process, and another Python takes time. The first
 # argument is the text of facts.py.
 _FACTS = """
 import sys

@@ -26,7 +26,8 @@ _BUSY_SHARE = 0.2
 
 
 def names(wish: dict[str, Any]) -> dict[str, Any]:
-    """Return the identity of this machine, and the addresses that it has for the others. wish: names."""
+    """Return the identity of this machine, and the addresses to which it resolves the other nodes' names. wish:
+    names."""
     return {
         "hostname": socket.gethostname(),
         "resolved": resolve([*wish["names"], socket.gethostname()]),
@@ -104,7 +105,7 @@ def _container() -> str:
 
 
 def resources(_wish: dict[str, Any]) -> dict[str, Any]:
-    """Return memory, disks, and settings that hold for all processes."""
+    """Return memory, disks, and settings that apply to all processes."""
     memory = {
         match.group(1): int(match.group(2)) * 1024
         for match in re.finditer(r"^(\w+):\s+(\d+) kB", facts.text("/proc/meminfo"), re.M)

@@ -62,7 +62,7 @@ def addresses() -> list[dict[str, Any]]:
 
 
 def _address(name: str) -> dict[str, Any]:
-    """Return what the older calls of the kernel give: only the first IPv4 address."""
+    """Return the result of the kernel's older calls: only the first IPv4 address."""
     flags = int(facts.text(f"/sys/class/net/{name}/flags").strip() or "0", 16)
     mtu = int(facts.text(f"/sys/class/net/{name}/mtu").strip() or 0)
     info = []
@@ -92,7 +92,7 @@ def _ip_json(*arguments: str) -> list[dict[str, Any]]:
 
 
 def _firewall() -> str:
-    """Return what filters packets here, as far as can be seen; empty if nothing does."""
+    """Return the active packet filter, as far as it can be detected; empty if there is none."""
     if re.search(r"^ENABLED=yes", facts.text("/etc/ufw/ufw.conf"), re.M):
         return "ufw"
     if children.output("systemctl", "is-active", "firewalld").strip() == "active":

@@ -197,7 +197,8 @@ def _folder(wish: dict[str, Any]) -> str:
 
 
 def step(wish: dict[str, Any]) -> Any:
-    """Do one step of a file's way between nodes: begin, miss, write, wait, end. Return why it failed, if it did."""
+    """Run one step of a file's transfer between nodes: begin, miss, write, wait, end. Return why it failed, if it
+    did."""
     if wish["action"] == "begin":
         children.makes(_folder(wish))
     try:
@@ -264,8 +265,8 @@ def _listeners() -> list[int]:
 
 
 def speed(wish: dict[str, Any]) -> dict[str, float]:
-    """Write and remove a file of `bytes` and 100 small ones in `folder`, in a child, which alone hangs on a dead
-    share."""
+    """Write and remove a file of `bytes` and 100 small ones in `folder`, in a child, so that only the child hangs if
+    the server is dead."""
     folder = Path(wish["folder"])
     code = (
         "import os, sys, time\n"

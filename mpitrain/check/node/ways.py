@@ -1,4 +1,4 @@
-"""The way to another node: a listener on one node; connections, messages, pings and the speed from the other."""
+"""The path to another node: a listener on one node; connections, messages, pings and speed from the other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGE_BYTES = 1 << 17
 _DATAGRAMS = 64
 _DATAGRAM_BYTES = 256
 _ROOM_BYTES = 1 << 20
-# Over a good way this takes milliseconds.
+# Over a good path this takes milliseconds.
 _STREAM_BYTES, _PIECE_BYTES, _STREAM_SECONDS = 1 << 19, 1 << 12, 4.0
 # The places of these fields in struct tcp_info of linux/tcp.h.
 _TOTAL_RETRANS, _SEGMENTS_OUT = 100, 136
@@ -178,7 +178,7 @@ _open: dict[int, socket.socket] = {}  # by port, until its datagrams are counted
 
 
 def open_room(wish: dict[str, Any]) -> int:
-    """Let the kernel keep the datagrams that come to wish["address"]. Return the port."""
+    """Open a socket at which the kernel queues the datagrams sent to wish["address"]. Return the port."""
     family, *_, own = socket.getaddrinfo(wish["address"], None, type=socket.SOCK_DGRAM)[0]
     room = socket.socket(family, socket.SOCK_DGRAM)
     room.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _ROOM_BYTES)
@@ -212,7 +212,7 @@ def count_datagrams(wish: dict[str, Any]) -> int:
 def send_stream(wish: dict[str, Any]) -> dict[str, int]:
     """Send over TCP to wish["address"] and "port", for some seconds at most.
 
-    Return how many segments went out, and how many of them were sent again; none if the kernel does not say.
+    Return how many segments were sent, and how many of them again; none if the kernel does not provide this.
     """
     deadline = time.monotonic() + _STREAM_SECONDS
     with connect(wish["address"], wish["port"], b"s") as connection:

@@ -29,7 +29,7 @@ def forward(parameters: Any, x: Any) -> tuple[Any, Any]:
 
 
 def loss_and_gradients(parameters: Any, batch: Any, on_gradient: Callable[[str, Any], None]) -> float:
-    """The mean loss of this rank's part of a batch. Each gradient is handed over as soon as it is final."""
+    """The mean loss of this rank's part of a batch. Each gradient is passed on as soon as it is final."""
     x, y = batch
     count = max(len(x), 1)  # the last batch of an epoch may leave a rank without samples
     hidden, output = forward(parameters, x)

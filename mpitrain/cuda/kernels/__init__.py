@@ -1,4 +1,4 @@
-"""Kernels over CuPy arrays. They run on the current stream, and the host never waits for them.
+"""Kernels over CuPy arrays. They run on the current stream, and the CPU never waits for them.
 
 The sources are the *.cu files of this folder. arithmetic.h has the computation on one value, which the tests compare
 with NumPy on the CPU. stride.h has the loops over arrays. docs/dev/cuda-kernels.md has a table of what each kernel

@@ -109,7 +109,7 @@ def pack(arrays: Sequence[Array], flat: Array) -> None:
 
 
 def scale(flat: Array, factor: float) -> None:
-    """flat *= factor, rounded once. A factor of 0 clears `flat`, also NaN and infinity, as the exchange on the host
+    """flat *= factor, rounded once. A factor of 0 clears `flat`, including NaN and infinity, as the exchange on the CPU
     does.
 
     Args:
@@ -163,7 +163,7 @@ def squared_norm(flat: Array, out: Array) -> None:
 
 
 def clip_factor(squared: Array, max_norm: float, factor: Array) -> None:
-    """factor[0] = max_norm / norm if the norm is finite and above max_norm, otherwise 1. The host does not wait for it.
+    """factor[0] = max_norm / norm if the norm is finite and above max_norm, otherwise 1. The CPU does not wait for it.
 
     Args:
         squared: float64[1] on the device, from squared_norm.

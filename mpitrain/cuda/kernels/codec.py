@@ -12,7 +12,7 @@ from mpitrain.cuda.kernels.launch import blocks_for, check, check_aligned, launc
 
 
 def wire_bytes(codec: str, count: int) -> int:
-    """Return the bytes that `count` values take on the wire, as the host's codec does. Raises ValueError."""
+    """Return the bytes that `count` values take on the wire, as the CPU codec does. Raises ValueError."""
     return sum(dtype.itemsize * length for dtype, length in _parts(codec, count))
 
 
@@ -25,7 +25,7 @@ def encode(codec: str, values: Array, wire: Array, error: Array | None = None) -
         codec: the name of a codec with kernels.
         values: float32[n], flat on the device.
         wire: uint8[wire_bytes(codec, n)], flat on the device; it begins at a multiple of 4 bytes.
-        error: float32[n]; either exactly the memory of `values`, or none of it.
+        error: float32[n]; either exactly the memory of `values`, or disjoint from it.
 
     Raises:
         ValueError: the arrays do not fit together, or there is no such codec.

@@ -63,15 +63,15 @@ def _module(cupy: Any, device: int, file: str) -> Any:
         except cupy.cuda.compiler.CompileException as error:
             raise KernelError(
                 f"{socket.gethostname()}, device {device}: mpitrain/cuda/kernels/{file} does not compile; "
-                f"CuPy {cupy.__version__}, options {' '.join(OPTIONS)}. Is CuPy made for this driver's CUDA version? "
-                f"The compiler says:\n{error}"
+                f"CuPy {cupy.__version__}, options {' '.join(OPTIONS)}. Is CuPy made for this driver's CUDA "
+                f"version? The compiler's message:\n{error}"
             ) from error
         _modules[device, file] = module
     return _modules[device, file]
 
 
 def blocks_for(items: int, like: Array) -> int:
-    """Return the number of blocks for so many items, one per thread at a time: enough for all, or to fill the
+    """Return the number of blocks for this many items, one per thread at a time: enough for all, or to fill the
     device."""
     return max(1, min(-(-items // THREADS), BLOCKS_PER_PROCESSOR * _processors(namespace(like))))
 
@@ -120,7 +120,7 @@ def check(argument: str, array: Array, dtypes: Sequence[str], size: int | None =
 
 
 def check_aligned(argument: str, array: Array, num_bytes: int) -> None:
-    """Raise ValueError unless the array begins at a multiple of so many bytes."""
+    """Raise ValueError unless the array begins at a multiple of this many bytes."""
     if array.data.ptr % num_bytes:
         raise ValueError(
             f"{argument} begins at address {array.data.ptr:#x}; {array.dtype} of this kind must begin at a multiple of "

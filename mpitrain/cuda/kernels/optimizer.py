@@ -1,4 +1,4 @@
-"""One optimizer step in one pass over device memory, with the bits of mpitrain.optim.optimizers on the host.
+"""One optimizer step in one pass over GPU memory, with the same bits as mpitrain.optim.optimizers on the CPU.
 
 The kernels are in optimizer.cu, and the steps themselves in arithmetic.h.
 """
@@ -32,7 +32,7 @@ class Fused:
 
 
 def decay_bounds(ranges: Sequence[slice], like: Array) -> Array:
-    """Return the begins and ends of the ranges, in order, as an int64 array where `like` is.
+    """Return the begins and ends of the ranges, in order, as an int64 array on the device of `like`.
 
     Raises ValueError if they overlap or have a step.
     """

@@ -8,6 +8,7 @@ const color = (name) => getComputedStyle(document.documentElement).getPropertyVa
 const MOST_MARKS = 60;
 const HELP = "Drag to zoom, double-click to see all. Keys: + and - zoom, arrows move, 0 shows all.";
 const FLAG = 15;  // pixels of the row with the labels of events
+const NEAR = 24;  // so far a label may be from its line
 const BAND = {label: "", class: "band", width: 0, points: {show: false}, cursor: {show: false}};
 const KINDS = {fault: "--bad", order: "--link"};  // of marks
 
@@ -179,7 +180,8 @@ export class Chart {
       let text = `${mark.number} ${mark.text}`;
       while (text.length > 1 && context.measureText(text).width > room) text = text.endsWith("…") ? `${text.slice(0, -2)}…` : `${text.slice(0, -1)}…`;
       if (text.length < String(mark.number).length + 3) text = String(mark.number);
-      const wide = context.measureText(text).width + 6 * ratio, from = isLeft ? mark.x - wide : Math.min(mark.x, left + width - wide);
+      const wide = context.measureText(text).width + 6 * ratio, wanted = isLeft ? mark.x - wide : Math.min(mark.x, left + width - wide);
+      const from = wanted < free && free - wanted < NEAR * ratio ? free : wanted;
       if (from < free - 1) return;
       context.fillRect(from, top - FLAG * ratio, wide, (FLAG - 1) * ratio);
       context.fillStyle = color("--surface");

@@ -3,7 +3,7 @@
 import {get, keepInAddress} from "./api.js";
 import {Axis, Chart, View} from "./chart.js";
 import {html, show} from "./html.js";
-import {isMain, panelsOf} from "./panels.js";
+import {isMain, panelsOf, sourceOf} from "./panels.js";
 import {words} from "./text.js";
 
 const place = (name) => document.getElementById(name);
@@ -56,6 +56,7 @@ export class Charts {
 
   make() {
     const panels = [...panelsOf(this.names).values()], main = panels.some(isMain) ? panels.filter(isMain) : panels.slice(0, 1);
+    const sources = [...new Set(this.names.map(sourceOf))];  // each has a colour in all charts
     place("metrics").hidden = !panels.length;
     place("others").hidden = main.length === panels.length;
     this.charts.forEach((chart) => chart.drop());
@@ -63,7 +64,7 @@ export class Charts {
     place("otherCharts").replaceChildren();
     this.charts = panels.map((ofPanel) => {
       const isFirst = main.includes(ofPanel);
-      const chart = new Chart(place(isFirst ? "charts" : "otherCharts"), ofPanel.map(words).join(", "), ofPanel.map((label, color) => ({label, color})), this.view);
+      const chart = new Chart(place(isFirst ? "charts" : "otherCharts"), ofPanel.map(words).join(", "), ofPanel.map((label) => ({label, color: sources.indexOf(sourceOf(label))})), this.view);
       return Object.assign(chart, {names: ofPanel, isFirst});
     });
   }

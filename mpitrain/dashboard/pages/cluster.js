@@ -12,7 +12,7 @@ let shownWays = "";
 const COLUMNS = [
   {heading: "Host", cell: (host) => html`<span title=${host.address}>${host.name}</span>${host.silence > 3 ? html`<span class="problem"> silent for ${duration(host.silence)}</span>` : null}`},
   {heading: "Jobs", kind: "wide", cell: (host) => host.jobs.map((job, place_) => html`${place_ ? ", " : ""}<a href=${runAddress(job.id)}>${job.name}</a> <${State} state=${job.state} />`)},
-  {heading: "Cores", kind: "numeric", cell: (host) => number(host.cores)},
+  {heading: "Cores", kind: "numeric minor", cell: (host) => number(host.cores)},
   {heading: "Busy", cell: ({load, ...host}) => load ? html`<${Bar} share=${load.busy} text=${percent(load.busy)} name="cores" />` : html`<span class="now">${unknown(host)}</span>`},
   {heading: "Memory", cell: of((load) => html`<${Bar} share=${load.memory_used_bytes / load.memory_bytes} text=${used(load)} name="memory" />`)},
   {heading: "In", kind: "numeric", cell: of((load) => rate(load.received_bytes_per_second))},

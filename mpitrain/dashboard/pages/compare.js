@@ -4,7 +4,7 @@ import {csv, download, get, keepInAddress} from "./api.js";
 import {Axis, Chart, View, colorOf, dashOf, interpolated} from "./chart.js";
 import {Tools} from "./charts.js";
 import {State, html, runAddress, show} from "./html.js";
-import {isMain, metricsOf} from "./panels.js";
+import {MEASURED, isMain, metricsOf} from "./panels.js";
 import {number, words} from "./text.js";
 
 const place = (name) => document.getElementById(name), asked = new URLSearchParams(location.search);
@@ -75,16 +75,19 @@ function Value({line, base, of}) {
 
 function table() {
   const base = lines.find((line) => line.label === baseline), bests = metricsOf([...new Set(runs.flatMap((run) => Object.keys(run.bests)))]);
-  const numbers = [["Step", (run) => run.step ?? run.last.step], ["Samples/s", (run) => run.speed], ...bests.map((name) => [`best ${words(name)}`, (run) => run.bests[name]])];
+  const main = runs.find((run) => run.best)?.best.name, bestOf = (name) => [`best ${words(name)}`, (run) => run.bests[name]];
+  const first = [...(main ? [bestOf(main)] : []), ["Samples/s", (run) => run.speed]];  // is one better, and faster?
+  const others = [["Step", (run) => run.step ?? run.last.step], ...bests.filter((name) => name !== main && !MEASURED.includes(name)).sort((a, b) => isMain([b]) - isMain([a])).map(bestOf)], numbers = [...first, ...others];
+  const head = ([name]) => html`<th scope="col" class="numeric">${name}</th>`, cell = (line) => ([, of]) => html`<td class="numeric"><${Value} line=${line} base=${base} of=${of} /></td>`;
   const fact = (line, one) => [...new Set(line.runs.map((run) => one.values[runs.indexOf(run)] ?? "-"))].join(", ");
   const choose = (line) => { baseline = baseline === line.label ? "" : line.label; keepInAddress({baseline}); table(); };
   const save = () => download("compare.csv", csv([["run", ...numbers.map(([name]) => name), ...facts.map((one) => one.name)], ...runs.map((run, place_) => [run.name, ...numbers.map(([, of]) => of(run)), ...facts.map((one) => one.values[place_])])]));
   show("list", html`<table id="runs"><thead><tr><th scope="col">Run</th><th scope="col">State</th><th scope="col"><button type="button" onClick=${save}>CSV</button></th>
-    ${facts.map((one) => html`<th scope="col">${one.name}</th>`)}${numbers.map(([name]) => html`<th scope="col" class="numeric">${name}</th>`)}</tr></thead>
+    ${first.map(head)}${facts.map((one) => html`<th scope="col">${one.name}</th>`)}${others.map(head)}</tr></thead>
     <tbody>${lines.map((line) => html`<tr key=${line.label}><td><${Swatch} of=${line} />${line.runs.length === 1 ? html`<a href=${runAddress(line.runs[0].id)} title=${line.runs[0].folder}>${line.label}</a>` : line.label}</td>
       <td>${line.runs.length === 1 ? html`<${State} ...${line.runs[0]} />` : ""}</td>
       <td><button type="button" aria-pressed=${line === base} onClick=${() => choose(line)}>${line === base ? "is the baseline" : "Baseline"}</button></td>
-      ${facts.map((one) => html`<td class="fact">${fact(line, one)}</td>`)}${numbers.map(([, of]) => html`<td class="numeric"><${Value} line=${line} base=${base} of=${of} /></td>`)}</tr>`)}</tbody></table>
+      ${first.map(cell(line))}${facts.map((one) => html`<td class="fact">${fact(line, one)}</td>`)}${others.map(cell(line))}</tr>`)}</tbody></table>
     ${facts.length ? null : html`<p class="note">Nothing that the records know differs: script, arguments, settings, hosts, commit and packages are equal.</p>`}`);
 }
 

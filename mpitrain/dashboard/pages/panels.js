@@ -1,7 +1,8 @@
 // Which metrics share a panel: those that end in the same word, such as "loss" and "test loss". As `mpitrain plot`.
 
 const PLACES = new Set(["epoch", "samples", "seconds", "copy_steps", "outer_steps"]);
-const FIRST = ["loss", "samples_per_second", "learning_rate", "gradient_norm", "communication_share"];
+export const MEASURED = ["samples_per_second", "learning_rate", "gradient_norm", "communication_share"];  // and never "best"
+const FIRST = ["loss", ...MEASURED];
 
 export function metricsOf(names) {
   const shown = names.filter((name) => !PLACES.has(name));
@@ -16,6 +17,9 @@ export function panelsOf(names) {
   }
   return panels;
 }
+
+// Of what a metric is: "test" of "test loss"; "" of the training.
+export const sourceOf = (name) => name.split(" ").slice(0, -1).join(" ");
 
 // By which a run is judged: those come first, and others are folded.
 const MAIN = /^loss$|^(test|valid|validation|val|eval|evaluation|dev)[ _/.-]|(^|[ _/.-])(acc|accuracy|score|f1|auc)$/i;

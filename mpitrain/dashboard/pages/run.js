@@ -53,15 +53,24 @@ function showAll(message) {
 function showTop() {
   if (!last) return;
   const {run, live} = last;
-  show("state", html`<${State} ...${run} /> ${run.why}`);
-  show("top", html`<${Top} run=${run} before=${before} checkpoint=${checkpoints[0]} />`);
+  const hasEnded = !live && !["trains", "unknown"].includes(run.state);  // the card then has why
+  show("state", html`<${State} ...${run} /> ${hasEnded ? "" : run.why}`);
+  show("top", html`<${Top} run=${run} before=${before} checkpoint=${checkpoints[0]} orders=${events.filter((event) => event.kind === "order")} />`);
   show("notes", html`<${Notes} run=${run} base=${base} isOperator=${role === "operator"} fail=${fail} />`);
-  show("result", live || ["trains", "unknown"].includes(run.state) ? null : html`<${Result} run=${run} document=${last.document} checkpoint=${checkpoints.find((one) => !one.problem)} lines=${output?.lines ?? []} />`);
+  show("result", !hasEnded ? null : html`<${Result} run=${run} document=${last.document} checkpoint=${checkpoints.find((one) => !one.problem)} lines=${output?.lines ?? []} />`);
 }
 
-const seconds = (name) => ({heading: name, kind: "numeric", title: `milliseconds of a step, of the slowest rank there, in the last 10 s`, cell: (row) => milliseconds(row[name.toLowerCase()])});
-const MACHINES = [{heading: "Machine", cell: (row) => row.name}, {heading: "Step", kind: "numeric", cell: (row) => number(row.step)}, seconds("Computes"), seconds("Waits"), seconds("Exchanges"),
-  {heading: "Now", kind: (row) => row.isOdd ? "wide red" : "wide", cell: (row) => row.does}];
+// The parts of a step as a bar beside their numbers; the longest step of all machines has the whole width.
+function Parts({row}) {
+  const longest = Math.max(...last.machines.map((one) => one.computes + one.waits + one.exchanges)) || 1;
+  return html`<span class="parts">${PARTS.map(([name, kind]) => html`<i class=${`swatch ${kind}`} style=${{width: `${100 * row[name] / longest}%`}} />`)}</span>`;
+}
+
+const PARTS = [["computes", "computes"], ["waits", "waits"], ["exchanges", "wire"]];
+const part = ([name, kind]) => ({heading: html`<span class=${`swatch ${kind}`}></span>${name}`, kind: "numeric", title: "milliseconds of a step, of the slowest rank there, in the last 10 s", cell: (row) => milliseconds(row[name])});
+const Machine = ({row}) => html`${row.name}<small class=${row.isOdd ? "below red" : "below"}>${row.does}</small>`;
+const MACHINES = [{heading: "Machine", cell: (row) => html`<${Machine} row=${row} />`}, {heading: "Step", kind: "numeric minor", cell: (row) => number(row.step)},
+  {heading: "", kind: "minor", cell: (row) => html`<${Parts} row=${row} />`}, ...PARTS.map(part)];
 
 const TROUBLE = ["stopped", "failed", "ended", "lost", "unknown", "disk"];
 // What each rank publishes comes with its headings from the server.

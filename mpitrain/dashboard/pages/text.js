@@ -40,8 +40,8 @@ export function duration(seconds) {
   return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-// In ms, of what lasts parts of a second.
-export function milliseconds(seconds) { return seconds === null || seconds === undefined ? "" : `${Number((1000 * seconds).toPrecision(3))} ms`; }
+// The number of milliseconds.
+export function milliseconds(seconds) { return seconds === null || seconds === undefined ? "" : number(1000 * seconds, 3); }
 
 // How long ago a time was, in words, for what lasts.
 export function ago(seconds) {

@@ -25,7 +25,7 @@ __all__ = [
     "run",
 ]
 
-# What needs PyTorch is loaded when it is first used: module and name.
+# Names that need PyTorch are loaded when first used: module and name.
 _PARTS = {
     "ElasticSampler": ("mpitrain.horovod.elastic.torch_state", "ElasticSampler"),
     "TorchState": ("mpitrain.horovod.elastic.torch_state", "TorchState"),

@@ -1,6 +1,6 @@
-"""What a training has reached, and run(), which calls the function of a script again from there.
+"""The state of a training, and run(), which calls a script's function again from that state.
 
-It is what all ranks continue from when one is lost, and what the next attempt of a job gets.
+All ranks continue from this state when one is lost, and so does the next attempt of a job.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
-    """A script raises it on all ranks to have elastic.run call its function again. mpitrain itself never raises it.
+    """A script raises this on all ranks to make elastic.run call its function again. mpitrain itself never raises it.
 
     `skip_sync`: the ranks agree already, so rank 0 need not send its state.
     """
@@ -32,9 +32,10 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
 
 
 class ElasticState:
-    """hvd.elastic.State: subclass it for a state of your own. A subclass has save, restore and sync.
+    """hvd.elastic.State: subclass it for your own state. A subclass has save, restore and sync.
 
-    For restarts from memory, it also has state_dict and load_state_dict: ObjectState and TorchState do.
+    For restarts from in-memory checkpoints, it also needs state_dict and load_state_dict, as ObjectState and TorchState
+    have.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class ElasticState:
         self._copies: KeptState | None = None
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Have these called on all ranks whenever the ranks of the job have changed, before they continue."""
+        """Register functions that are called on all ranks after the ranks of the job have changed, before they
+        continue."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -61,28 +63,30 @@ class ElasticState:
             callback()
 
     def commit(self) -> None:
-        """Make the present state the one to continue from. Collective.
+        """Make the current state the one to continue from. Collective.
 
         With `mpitrain run --recover`, either all ranks save, or none does. If the hosts of the job change, the call
         does not return: the ranks end as by sys.exit(0), and others continue from here.
 
         Raises:
-            LostRankError: a rank is lost; elastic.run continues from the commit before. On every rank that is left.
+            LostRankError: a rank is lost; elastic.run continues from the previous commit. Raised on every remaining
+                rank.
         """
         init().commit()
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Let the hosts of the job change here, with the present state, if one has joined or is to leave. Collective.
+        """Allow the job's hosts to change here, with the current state, if one has joined or is to leave. Collective.
 
-        This is where a job that may restart copies the state to memory, when a copy is due.
+        Here a job that may restart takes an in-memory checkpoint, if one is due.
         """
         if self._copies is not None:
             self._copies.update()
 
     def begin_copies(self) -> bool:
-        """Copy the state to memory from now on, if the job has keepers. True: it continues from a copy. Collective."""
+        """Take in-memory checkpoints from now on, if the job has snapshot agents. True: the job resumes from one.
+        Collective."""
         context = init().context
         if not context.keeper or (the_job().is_elastic and not context.must_copy):
             return False
@@ -90,8 +94,9 @@ class ElasticState:
             if not context.must_copy:
                 return False
             raise ConfigError(
-                f"{init().name()}: a {type(self).__name__} has no state_dict() and load_state_dict(), which a restart "
-                "from memory needs; write them, use hvd.elastic.ObjectState or TorchState, or leave out --max-restarts"
+                f"{init().name()}: a {type(self).__name__} has no state_dict() and load_state_dict(), which a "
+                "restart from memory needs; add them, use hvd.elastic.ObjectState or TorchState, or leave out "
+                "--max-restarts"
             )
         self._copies = KeptState({}, {"the state": self}, self.of_rank())
         if not self._copies.memory_step:
@@ -100,15 +105,15 @@ class ElasticState:
         return True
 
     def end_copies(self) -> None:
-        """The training has ended; later commits only save."""
+        """Called when the training has ended; later commits only save."""
         self._copies = None
 
     def of_rank(self) -> RankState:
-        """Return what each rank keeps for itself."""
+        """Return the state that belongs to this rank alone."""
         return RankState()
 
     def save(self) -> None:
-        """Note the present state, for `restore`."""
+        """Note the current state, for `restore`."""
         raise NotImplementedError(f"{type(self).__name__} needs a method save()")
 
     def restore(self) -> None:
@@ -120,7 +125,7 @@ class ElasticState:
         raise NotImplementedError(f"{type(self).__name__} needs a method sync()")
 
     def reset(self) -> None:
-        """Make anew what depends on the ranks. Is called before the callbacks."""
+        """Make everything again that depends on the ranks. Called before the callbacks."""
 
 
 class ObjectState(ElasticState):
@@ -135,7 +140,7 @@ class ObjectState(ElasticState):
         """
         Args:
             bcast_object, get_rank: see ElasticState.
-            kwargs: what is saved, by name, the same names on every rank. All that pickle can write.
+            kwargs: the saved objects by name, with the same names on every rank. Pickle must be able to write them.
         """
         super().__init__(bcast_object, get_rank)
         self._names = list(kwargs)
@@ -155,8 +160,8 @@ class ObjectState(ElasticState):
         """Take over rank 0's objects, and save them. Collective.
 
         Raises:
-            CheckpointError: an object cannot be pickled. On every rank.
-            ValueError: a rank has other names than rank 0. On every rank.
+            CheckpointError: an object cannot be pickled. Raised on every rank.
+            ValueError: a rank's names differ from rank 0's. Raised on every rank.
         """
         world, packed = init(), None
         with world.together("pack the state"):
@@ -198,18 +203,18 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
 
         train(hvd.elastic.TorchState(model, optimizer, batch=0))
 
-    Every rank first gets rank 0's state. With `mpitrain run --recover`, the ranks that are left continue after a loss.
+    Every rank first gets rank 0's state. With `mpitrain run --recover`, the remaining ranks continue after a loss.
     Each restores its last commit, calls the reset callbacks, gets rank 0's state, and calls `func` again. After a
-    restart, and when hosts join or leave, a new attempt of the job continues from the newest copy of the state in
-    memory. It calls the reset callbacks before `func`.
+    restart, and when hosts join or leave, a new attempt of the job resumes from the newest in-memory checkpoint. It
+    calls the reset callbacks before `func`.
 
     Args:
         func: its first argument is the state. All ranks commit the same number of times.
 
     Raises:
-        ConfigError: the first argument is no state. On this rank.
-        Exception: what `func` raises, unless a lost rank is the cause. So also a HorovodInternalError of a call that
-            the ranks have made differently: Horovod would make that call again and again.
+        ConfigError: the first argument is not a state. Raised on this rank.
+        Exception: what `func` raises, unless a lost rank is the cause. This includes a HorovodInternalError of a call
+            that differs between ranks: Horovod would repeat that call endlessly.
     """
 
     @functools.wraps(func)

@@ -20,12 +20,12 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     Give it to TorchState, and call `record_batch` after each batch.
 
-    All ranks have equally many samples, so the first ones are used twice if they cannot be divided.
+    All ranks have the same number of samples, so the first samples are used twice if they cannot be divided equally.
 
     Attributes:
         epoch: the number of the epoch, which the order depends on.
         processed_num: the number of samples that all ranks together have processed in this epoch.
-        remaining_indices: the samples that are left, in their order.
+        remaining_indices: the remaining samples, in their order.
         num_samples: the number of samples of this rank among them.
     """
 
@@ -33,7 +33,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         """
         Args:
             dataset: has a length, the same on every rank.
-            shuffle: order the samples anew in each epoch.
+            shuffle: draw a new order in each epoch.
             seed: of the orders, the same on every rank.
         """
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
@@ -41,12 +41,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch with all samples. Call it at the end of the one before: a reset then continues within one."""
+        """Begin an epoch with all samples. Call it at the end of the previous epoch, so that a reset always continues
+        within one."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that each rank has processed a batch of so many samples. `batch_idx` is not used."""
+        """Note that each rank has processed a batch of `batch_size` samples. `batch_idx` is not used."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
@@ -54,12 +55,12 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there, with the present ranks."""
+        """Continue from `state`, with the current ranks."""
         self.epoch, self.processed_num = state["epoch"], state["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divide the samples that are left among the present ranks."""
+        """Divide the remaining samples among the current ranks."""
         world = init()
         self.rank, self.num_replicas = world.rank, world.size
         order = list(range(len(self.dataset)))
@@ -78,14 +79,14 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
 
 class TorchState(ObjectState):
-    """A model, an optimizer and more, each an attribute of the state. What has a state_dict is loaded in place."""
+    """A model, an optimizer and more, each an attribute of the state. Objects with a state_dict are loaded in place."""
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         """
         Args:
             model: a torch.nn.Module, or None.
             optimizer: of torch or of hvd.DistributedOptimizer, or None.
-            kwargs: more of them by name, samplers, learning rate schedules, and other objects that pickle can write.
+            kwargs: more of these by name, samplers, learning-rate schedulers, and other objects that pickle can write.
         """
         given = {"model": model, "optimizer": optimizer, **kwargs}
         super().__init__(**{name: value for name, value in given.items() if value is not None or name in kwargs})
@@ -93,26 +94,28 @@ class TorchState(ObjectState):
             setattr(self, name, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state_dict of what has one, with its tensors on the host, and the other objects, by name."""
+        """Return by name the state_dict of each object that has one, with its tensors on the CPU, and the other
+        objects."""
         values = super().state_dict()
         return {name: on_host(value.state_dict()) if _is_loaded(value) else value for name, value in values.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load into what has a state_dict, and set the other objects. See ObjectState."""
+        """Load into objects that have a state_dict, and set the other objects. See ObjectState."""
         loaded = {name for name in self._names if _is_loaded(getattr(self, name))}
         super().load_state_dict({name: getattr(self, name) if name in loaded else state[name] for name in state})
         for name in loaded:
             getattr(self, name).load_state_dict(state[name])
 
     def sync(self) -> None:
-        """Take over rank 0's state, and save it. Samplers divide what is left among the present ranks. Collective."""
+        """Take over rank 0's state, and save it. Samplers divide the remaining samples among the current ranks.
+        Collective."""
         super().sync()
         for name in self._names:
             if isinstance(sampler := getattr(self, name), ElasticSampler):
                 sampler.reset()
 
     def of_rank(self) -> RankState:
-        """Return the random numbers on the host."""
+        """Return the states of the CPU's random generators."""
         return TorchRankState(())
 
 
@@ -121,7 +124,7 @@ def _is_loaded(value: Any) -> bool:
 
 
 def on_host(value: Any) -> Any:
-    """Return the same nesting of dicts, lists and tuples, with its tensors on the host."""
+    """Return the same nesting of dicts, lists and tuples, with its tensors on the CPU."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):

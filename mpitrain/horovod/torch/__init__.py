@@ -147,7 +147,7 @@ __all__ = [
     "synchronize",
 ]
 
-# What needs more than this is loaded when it is first used: module and name.
+# Larger parts are loaded when first used: module and name.
 _PARTS = {
     "SyncBatchNorm": ("mpitrain.horovod.sync_batch_norm", "SyncBatchNorm"),
     "elastic": ("mpitrain.horovod.elastic", ""),

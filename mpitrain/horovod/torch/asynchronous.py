@@ -52,7 +52,7 @@ __all__ = [
 
 def poll(handle: Handle) -> bool:
     """Return whether a call has ended, so that synchronize() returns at once."""
-    # The answer is from before this look. So a call is never complete at once, even if this rank is alone.
+    # The answer is from before this check. So a call is never complete at once, even with a single rank.
     was_done = handle.is_done
     handle.channel.engine.look()
     return was_done
@@ -146,7 +146,7 @@ def reducescatter_async(
 ) -> Handle:
     """Begin to reduce a tensor over the ranks of a set, and to give each rank its rows of the result.
 
-    The rows are divided evenly along the first dimension; the first ranks get those that are left over. The operator is
+    The rows are divided evenly along the first dimension; the first ranks get the remaining rows. The operator is
     not Adasum. For the other arguments, see allreduce_async.
     """
     how = How(op, None, prescale_factor, postscale_factor)
@@ -203,7 +203,7 @@ def alltoall_async(
     """Begin to send each rank of a set its rows of a tensor.
 
     The result is a tensor with the rows for this rank, in the order of the senders, and the number of rows of each
-    sender (int32, on the host; where `splits` are, if they are a tensor).
+    sender (int32, on the CPU, or on the device of `splits` if they are a tensor).
 
     Args:
         tensor: has at least one dimension; the first may differ from rank to rank.
@@ -211,7 +211,7 @@ def alltoall_async(
         name, process_set: see allreduce_async.
 
     Raises:
-        ValueError: the splits do not fit the tensor, or are no whole numbers.
+        ValueError: the splits do not fit the tensor, or are not whole numbers.
     """
     return begin_alltoall(tensor, splits, name, process_set)
 

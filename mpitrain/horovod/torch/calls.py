@@ -1,6 +1,6 @@
-"""How the named calls on tensors begin. Tensors may be on the host or on a GPU.
+"""The start of named calls on tensors. Tensors may be on the CPU or on a GPU.
 
-Each `begin_` function makes a call of a kind, for several tensors. Ranks meet by the kind and the name.
+Each `begin_` function makes a call of a kind, for several tensors. Kind and name match the calls of the ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TAKES_ZEROS = (Operator.Average, Operator.Sum, Operator.Adasum)
 
 
 class How(NamedTuple):
-    """How values are reduced, as a script says it: the arguments of allreduce_async."""
+    """How values are reduced, as given by a script: the arguments of allreduce_async."""
 
     op: Any = None
     average: Any = None
@@ -54,14 +54,14 @@ class How(NamedTuple):
 
 
 def operator_of(op: Any, average: Any = None) -> Operator:
-    """Return the operator of a call. `average` is Horovod's old way to name it."""
+    """Return the operator of a call. `average` is Horovod's old argument for it."""
     if average is not None and op is not None:
         raise ValueError("both op and average are given; give op alone")
     if average is not None and not isinstance(average, bool):
         raise TypeError(f"average={shortened(average)}; give True or False, or op in its place")
     if op is None:
         return Sum if average is False else Average
-    value: Any = op if isinstance(op, str) else whole_number(op, "op")  # Operator refuses a text by its own error
+    value: Any = op if isinstance(op, str) else whole_number(op, "op")  # Operator refuses a text with its own error
     return Operator(value)
 
 
@@ -245,7 +245,7 @@ def begin_sparse(
 
 
 def root_of(root_rank: Any, process_set: ProcessSet) -> int:
-    """Return the number in the set of a rank of the job. Raise ValueError if it is not one of the set."""
+    """Return the number in the set of a rank of the job. Raise ValueError if the rank is not in the set."""
     root = whole_number(root_rank, "root_rank")
     if root not in process_set.ranks:
         raise ValueError(f"root_rank={root}; the process set has the ranks {process_set.ranks}")
@@ -275,7 +275,7 @@ def _reduction(how: How, flats: Sequence[numpy.ndarray]) -> How:
 
 
 def _rows_of(splits: Any, length: int, size: int) -> list[int]:
-    """The rows for each rank. Raises ValueError, as alltoall_async says."""
+    """The rows for each rank. Raises ValueError: see alltoall_async."""
     if splits is None:
         if length % size:
             raise ValueError(f"{length} rows cannot be divided equally among {size} ranks; give splits")
@@ -296,7 +296,7 @@ def _rows_of(splits: Any, length: int, size: int) -> list[int]:
 
 
 def _by_rows(content: numpy.ndarray, lengths: Sequence[int], like: torch.Tensor) -> list[numpy.ndarray]:
-    """The bytes of a tensor, divided into parts of so many rows; what is left over is in none."""
+    """The bytes of a tensor, divided into parts of the given numbers of rows; remaining rows are in no part."""
     row_bytes = like.element_size() * math.prod(like.shape[1:])
     ends = numpy.cumsum([length * row_bytes for length in lengths])
     return numpy.split(content, ends.tolist())[: len(lengths)]
@@ -315,5 +315,5 @@ def _empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def _result(kind: str, outputs: list[torch.Tensor]) -> Any:
-    """What a script gets of a call of this kind: the only tensor, or a list."""
+    """A script's result of a call of this kind: the only tensor, or a list."""
     return outputs[0] if kind in ("allreduce", "reducescatter", "allgather") else outputs

@@ -1,4 +1,4 @@
-"""Fewer bytes for a call: a tensor becomes a shorter one before, and again what it was after."""
+"""Compression of a call: a tensor is shortened before it is sent, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Compressor(Protocol):
-    """What a script may pass as `compression`."""
+    """The interface of the argument `compression`."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return the tensor to send, and what `decompress` needs."""

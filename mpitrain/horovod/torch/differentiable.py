@@ -1,7 +1,7 @@
 """Named calls on tensors that wait for their result. Gradients pass through those that return a new tensor.
 
-The gradient of a call is a call too, so all ranks of the set have to come to it. With a mean over ranks in the forward
-pass, each rank's gradient is the mean of the ranks' gradients: what one process would get for the mean of the losses.
+The gradient of a call is also a call, so all ranks of the set must reach it. With a mean over ranks in the forward
+pass, each rank's gradient is the mean of the ranks' gradients: the gradient of one process for the mean of the losses.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ __all__ = [
     "reducescatter",
 ]
 
-# What makes of the gradients of a call's results those of its tensors.
+# Computes the gradients of a call's tensors from those of its results.
 Back = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class _Linked(torch.autograd.Function):
-    """The results of a call that has ended, with the way back from their gradients to those of its tensors."""
+    """The results of a call that has ended, with the function that turns their gradients into those of its tensors."""
 
     @staticmethod
     def forward(ctx: Any, back: Back, results: list[torch.Tensor], *tensors: torch.Tensor) -> Any:

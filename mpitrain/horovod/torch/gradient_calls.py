@@ -22,16 +22,16 @@ _MOST_NAMED = 8  # parameters in an error
 
 
 def code_of_set(names: Iterable[str]) -> int:
-    """The number by which ranks compare the parameters whose gradients a step exchanges."""
+    """Return a number by which ranks compare the parameters whose gradients a step exchanges."""
     return zlib.crc32(repr(sorted(names)).encode())
 
 
 def check_sets(process_set: ProcessSet, names: Iterable[str], codes: Sequence[int]) -> None:
-    """Raise MismatchError, on all ranks, if a step exchanges other parameters on some ranks: it would never end.
+    """Raise MismatchError, on all ranks, if the ranks exchange different parameters in a step: it would never end.
 
     Args:
         names: of the parameters whose gradients this rank exchanges in this step.
-        codes: `code_of_set` of the ranks, of those that have not joined.
+        codes: `code_of_set` of the ranks that have not joined.
     """
     if len(set(codes)) < 2:
         return
@@ -39,21 +39,21 @@ def check_sets(process_set: ProcessSet, names: Iterable[str], codes: Sequence[in
     of_ranks = allgather_object(sorted(names), name="gradients.parameters", process_set=process_set)
     rank, own = next(((rank, own) for rank, own in enumerate(of_ranks) if own != of_ranks[0]), (0, of_ranks[0]))
     if not rank:
-        return  # one rank has added later in this step what another had added before
+        return  # in this step, one rank has added parameters later than another
     more, less = sorted({*own} - {*of_ranks[0]}), sorted({*of_ranks[0]} - {*own})
     found = [f"also exchanges {', '.join(more[:_MOST_NAMED])}"] if more else []
     found += [f"does not exchange {', '.join(less[:_MOST_NAMED])}"] if less else []
     raise everywhere(
         MismatchError(
-            f"step of the optimizer: {world.name(rank)} {' and '.join(found)}; compared with {world.name(0)}. All "
-            "ranks have the same parameters in the optimizer: add and thaw parameters on all ranks before the same "
-            "backward()"
+            f"step of the optimizer: {world.name(rank)} {' and '.join(found)}; compared with {world.name(0)}. "
+            "All ranks must have the same parameters in the optimizer: add and unfreeze parameters on all "
+            "ranks before the same backward()"
         )
     )
 
 
 class GradientCalls:
-    """Submits each group of gradients when all of them are there, and puts the results in their places."""
+    """Submits each group of gradients when all of them are complete, and stores the results."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class GradientCalls:
     ) -> None:
         """`groups` are the parameters whose gradients make one call; `passes` backward passes make a step.
 
-        A parameter that comes into `names` later, or that requires a gradient only later, makes a call of its own.
+        A parameter that is added to `names` later, or that requires a gradient only later, makes a separate call.
         """
         self._names = names
         self._compression = compression
@@ -79,30 +79,31 @@ class GradientCalls:
         self._passes = passes
         self._groups: list[Group] = []
         self._left: dict[torch.Tensor, int] = {}  # backward passes until the gradient is complete
-        self._started: dict[Group, Callable[[], None]] = {}  # each waits for the result, and puts it in its place
+        self._started: dict[Group, Callable[[], None]] = {}  # each waits for the result, and stores it
         self._waits_for: dict[Group, int] = {}  # gradients of the group that are not complete
         self._steps: StepsMade | None = None  # None: no other rank is known
         self._steps_of: object = None  # the channel
         self._calls: list[NamedCall] = []  # those of this step that compare the steps before it
         self._set = 0  # code_of_set of this step, once its first call is made
-        self._own: list[Any] = []  # p.grad as the last exchange has left it, until a step
+        self._own: list[Any] = []  # p.grad as set by the last exchange, until a step
         for group in groups:
             self._watch(tuple(group))
 
     def check_idle(self, call: str) -> None:
-        """Raise AssertionError if gradients are on their way."""
+        """Raise AssertionError if gradients are being exchanged."""
         if self._started:
             name = self._names[next(iter(self._started))[0]]
             raise AssertionError(
-                f"{call} was called while gradients are on their way ({name} and others); call optimizer.step() or "
+                f"{call} was called while gradients are being exchanged ({name} and others); call optimizer.step() or "
                 "optimizer.synchronize() first"
             )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note what a step will use. The next exchange, or the end of the job, compares it over the ranks.
+        """Note the gradients that a step will use. The ranks compare them at the next exchange, or at the end of the
+        job.
 
         Raises:
-            AssertionError: it will use gradients of this rank alone.
+            AssertionError: the step would use gradients of this rank alone.
         """
         if not takes_part(self._process_set) or channel_of(self._process_set).world.size == 1:
             return
@@ -120,7 +121,7 @@ class GradientCalls:
         self.forget()
 
     def forget(self) -> None:
-        """Begin a step anew, with parameters that may be others than before."""
+        """Restart a step, possibly with different parameters."""
         if self._steps is not None:
             self._steps.forget()
         self._begin_anew()
@@ -133,14 +134,14 @@ class GradientCalls:
         self._waits_for = {group: len(group) for group in self._groups}
 
     def finish(self) -> None:
-        """Submit the gradients that the backward passes have not completed, wait for all, and begin anew.
+        """Submit the gradients that the backward passes have not completed, wait for all, and begin the next step.
 
         A parameter without a gradient gets one of zeros, because other ranks may have one.
 
         Raises:
             HorovodInternalError: a call has failed. The others have ended too, so the next step can be made.
-            MismatchError: the ranks have made other steps since the last exchange, or have other parameters. Raised on
-                every rank.
+            MismatchError: the ranks have made different steps since the last exchange, or have different parameters.
+                Raised on every rank.
         """
         if not takes_part(self._process_set):
             return
@@ -167,7 +168,7 @@ class GradientCalls:
             raise errors[0]
         if self._steps is not None and calls:
             details = calls[0].details
-            codes = [detail[0] if detail else -1 for detail in details]  # () is of a rank that has joined
+            codes = [detail[0] if detail else -1 for detail in details]  # () comes from a rank that has joined
             self._steps.exchanged(codes, self._own, with_all=all(details))
 
     def _code(self) -> tuple[int, ...]:
@@ -177,14 +178,14 @@ class GradientCalls:
             return ()
         if self._steps is None or self._steps_of is not channel:
             if self._steps is not None:
-                self._steps.forget()  # it was of the ranks before a loss
+                self._steps.forget()  # it belongs to the ranks before a loss
             name = f"steps.{next(iter(self._names.values()))}"
             self._steps = StepsMade(
                 channel.world,
                 {self._names[parameter]: parameter for parameter in self._left},
                 partial(allgather_object, name=name, process_set=self._process_set),
                 is_for_all=self._process_set.process_set_id == 0,
-                parameters=False,  # those of ranks that had joined are behind the others'
+                parameters=False,  # ranks that had joined have made fewer steps
             )
             self._steps_of = channel
             channel_of(global_process_set).steps.add(self._steps)
@@ -193,7 +194,7 @@ class GradientCalls:
         return self._steps.code, self._set
 
     def _new(self) -> list[torch.Tensor]:
-        """The parameters that came into the optimizer, or that require a gradient, since the last step."""
+        """The parameters that were added to the optimizer, or began to require a gradient, since the last step."""
         return [one for one in self._names if one.requires_grad and one not in self._left]
 
     def _check_sets(self) -> None:
@@ -256,7 +257,7 @@ class GradientCalls:
             how,
             self._process_set,
             in_place=True,
-            # Within a node, ranks share the cores that compute: an exchange beside the backward pass gains nothing.
+            # Within a node, ranks share the cores that compute: an exchange during the backward pass gains nothing.
             hurries=current().world.num_nodes > 1,
             detail=self._code(),
         )

@@ -1,4 +1,4 @@
-"""Parameters, optimizer states and Python objects from one rank to all, and objects from all ranks to all."""
+"""Broadcasts of parameters, optimizer states and Python objects, and an allgather of objects."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             raise ValueError(
                 f"broadcast_parameters takes a state_dict or a list of tensors, not {type(params).__name__}"
             )
-    barrier()  # a rank that cannot begin reports it here
+    barrier()  # a rank that fails before the calls reports it here
     handles = [
         begin_broadcast(
             tensor.data, root_rank, None if name is None else f"parameter.{name}", global_process_set, in_place=True

@@ -1,6 +1,6 @@
-"""DistributedOptimizer: an optimizer whose step() takes the ranks' gradients.
+"""DistributedOptimizer: an optimizer whose step() uses the combined gradients of all ranks.
 
-Each gradient becomes a named call when the backward pass has it. Ranks may have them in different orders.
+Each gradient becomes a named call when the backward pass has computed it. The order may differ between ranks.
 """
 
 from __future__ import annotations
@@ -32,22 +32,24 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return an optimizer of the same class, with the same state and options, whose step() takes the ranks' gradients.
+    """Return an optimizer of the same class, state and options, whose step() uses the combined gradients of all ranks.
 
-    All ranks of the set call this, and later step(), as often. Parameters that are added by add_param_group, or that
-    require a gradient only later, count from the next step() on, if all ranks do the same.
+    All ranks of the set call this, and later step(), the same number of times. Parameters that are added by
+    add_param_group, or that require a gradient only later, are included from the next step() on, if all ranks do the
+    same.
 
     Args:
         optimizer: any optimizer of torch. Its parameters and its state now belong to the result.
         named_parameters: names for all parameters of the optimizer, such as `model.named_parameters()`. Default:
             numbers.
         compression: Compression.none, Compression.fp16, or an object with the same methods.
-        backward_passes_per_step: the number of backward passes before each step(). Their gradients add up.
-        op: Average, Sum, Min, Max, Product, or Adasum. Average is the mean over ranks, not over samples. With
-            Adasum, step() combines what each rank's optimizer would change.
+        backward_passes_per_step: the number of backward passes before each step(). Their gradients are accumulated.
+        op: Average, Sum, Min, Max, Product, or Adasum. Average is the mean over ranks, not over samples. With Adasum,
+            step() combines the changes that each rank's optimizer would make.
         gradient_predivide_factor: with Average, gradients are divided by it before the sum, and multiplied after it.
         num_groups: deprecated; `groups` as a number.
-        groups: gradients that make one call: their number, or lists of parameters. Default: each by itself.
+        groups: gradients that are sent in one call: the number of groups, or lists of parameters. Default: each
+            gradient separately.
         sparse_as_dense: send sparse gradients as dense ones.
         process_set: the ranks whose gradients are combined. Other ranks train alone.
 
@@ -85,22 +87,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         backward_passes_per_step,
     )
     result._is_synchronized, result._synchronizes = False, True
-    result._parameter_names = names  # as of Horovod's, which scripts look into
+    result._parameter_names = names  # as in Horovod's optimizer, because scripts read it
     return result
 
 
 class _NamedOptimizer:
-    """What both kinds of DistributedOptimizer have."""
+    """The common part of both kinds of DistributedOptimizer."""
 
     _parameter_names: dict[torch.Tensor, str]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch. All ranks of the set add the same parameters. Their gradients become those of all ranks, too."""
+        """See torch. All ranks of the set add the same parameters. Their gradients are also combined over all ranks."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self._name_added()
 
     def _name_added(self) -> None:
-        """Name the parameters that have come into the optimizer. A program may change param_groups itself."""
+        """Name the parameters that have been added to the optimizer. A program may change param_groups itself."""
         for group in self.param_groups:  # type: ignore[attr-defined]
             for parameter in group["params"]:
                 self._parameter_names.setdefault(parameter, f"added.{len(self._parameter_names)}")
@@ -114,7 +116,7 @@ class _DistributedOptimizer(_NamedOptimizer):
     _synchronizes: bool
 
     def synchronize(self) -> None:
-        """Wait until all gradients are those of all ranks, as before a gradient is clipped."""
+        """Wait until all gradients are combined over all ranks, for example before clipping."""
         self._finish()
         self._is_synchronized = True
 
@@ -124,9 +126,10 @@ class _DistributedOptimizer(_NamedOptimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """In this block, step() takes the gradients as they are. Use it after synchronize().
+        """In this block, step() uses the gradients unchanged. Use it after synchronize().
 
-        Change gradients between the two on all ranks alike. The next exchange compares what the ranks' steps have used.
+        Between the two, change gradients in the same way on all ranks. The next exchange compares what the ranks' steps
+        have used.
         """
         self._synchronizes = False
         try:
@@ -137,11 +140,11 @@ class _DistributedOptimizer(_NamedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Wait for the gradients of all ranks, and change the parameters. See torch.
 
-        A closure runs its backward pass first; then its gradients are those of all ranks too.
+        A closure runs its backward pass first; then its gradients are also combined over all ranks.
 
         Raises:
             AssertionError: in skip_synchronize(), without synchronize() since the last backward pass.
-            MismatchError: since the exchange before, a rank has made other steps. Raised on every rank.
+            MismatchError: since the previous exchange, the ranks have made different steps. Raised on every rank.
         """
         if self._synchronizes and self._is_synchronized:
             warnings.warn(
@@ -174,7 +177,7 @@ class _DistributedOptimizer(_NamedOptimizer):
         """See torch.
 
         Raises:
-            AssertionError: gradients are on their way; call step() or synchronize() first.
+            AssertionError: gradients are being exchanged; call step() or synchronize() first.
         """
         self._calls.check_idle("optimizer.zero_grad()")
         super().zero_grad(set_to_none)  # type: ignore[misc]
@@ -184,7 +187,7 @@ class _DistributedOptimizer(_NamedOptimizer):
         self._calls.set_passes(passes)
 
     def load_state_dict(self, state: Any) -> None:
-        """See torch. Gradients that are on their way are dropped."""
+        """See torch. Gradients that are being exchanged are dropped."""
         self._calls.forget()
         super().load_state_dict(state)  # type: ignore[misc]
 
@@ -197,7 +200,7 @@ class _AdasumOptimizer(_NamedOptimizer):
     _stepped: set[torch.Tensor]  # trained in the last step
 
     def synchronize(self) -> None:
-        """Do nothing: the ranks combine what step() changes."""
+        """Do nothing: the ranks combine the changes of step()."""
 
     def skip_synchronize(self) -> Any:
         """Refuse.
@@ -208,10 +211,10 @@ class _AdasumOptimizer(_NamedOptimizer):
         raise AssertionError("optimizer.skip_synchronize() with op=Adasum: gradients are not exchanged; call step()")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Change the parameters by the adaptive sum of what the ranks would change. See torch.
+        """Change the parameters by the adaptive sum of the ranks' changes. See torch.
 
         Raises:
-            MismatchError: the ranks have other parameters. Raised on every rank.
+            MismatchError: the ranks have different parameters. Raised on every rank.
         """
         if not takes_part(self._process_set):
             return super().step(closure)  # type: ignore[misc]
@@ -240,7 +243,7 @@ class _AdasumOptimizer(_NamedOptimizer):
         return result
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Do nothing: gradients add up until step() is called."""
+        """Do nothing: gradients are accumulated until step() is called."""
 
 
 def _taken_over(kind: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -296,7 +299,7 @@ def _groups(
         return [trained[begin : begin + length] for begin in range(0, len(trained), length)]
     given = [parameter for group in groups for parameter in group]
     if not all(isinstance(parameter, torch.Tensor) for parameter in given):
-        raise ValueError(f"{where}: groups has something that is no parameter; give a number, or lists of parameters")
+        raise ValueError(f"{where}: groups has an entry that is not a parameter; give a number, or lists of parameters")
     if len(set(given)) != len(given):
         raise ValueError(f"{where}: groups has a parameter more than once")
     chosen = [[parameter for parameter in group if parameter.requires_grad] for group in groups]

@@ -1,4 +1,4 @@
-"""Python imports this before it runs the program, where the launcher has put it on PYTHONPATH: in each rank (rank.py),
+"""Python imports this before it runs the program, if the launcher has put it on PYTHONPATH: in each rank (rank.py),
 so that a script that never imports mpitrain can be watched too, and in a warm interpreter."""
 
 import os
@@ -18,6 +18,10 @@ try:
         from mpitrain.job.exchange import begin
 
         begin()
+    if "_MPITRAIN_RANK" in os.environ:
+        from mpitrain.job import without_mpi
+
+        without_mpi.begin()
     run_own_sitecustomize()
 except BaseException:  # Python itself would continue with the program
     traceback.print_exc()

@@ -1,1 +1,1 @@
-"""Hooks: what happens around the steps, such as stop, log, evaluate, save. One file, one hook."""
+"""Hooks: actions around the steps, such as stopping, logging, evaluating and saving. One file, one hook."""

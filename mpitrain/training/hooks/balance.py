@@ -26,7 +26,7 @@ class Balance(Hook):
         """
         Args:
             steps: the number of steps of the warm-up, in which speeds are measured. A rank's speed is the median.
-            every: measure again this many steps after sharing out the parts. Default: only when `measure` is called.
+            every: measure again this many steps after dividing the batches. Default: only when `measure` is called.
 
         Raises:
             ConfigError: a value is below 1.
@@ -40,7 +40,7 @@ class Balance(Hook):
         self._measured = 0  # steps of this measurement
         self._speeds: list[float] = []
         self._begin: int | None = 0  # the step after which to measure; None: not until `measure` is called
-        self.samples_per_second: list[float] = []  # of each rank, as they were shared out last
+        self.samples_per_second: list[float] = []  # of each rank, as in the latest division
 
     def measure(self) -> None:
         """Measure again, from the next step on. Call this on every rank, between the same steps."""
@@ -54,12 +54,12 @@ class Balance(Hook):
         """See Hook.
 
         Raises:
-            ConfigError: the data cannot be shared out in unequal parts, or the ranks of a pipeline need the same part.
+            ConfigError: the data cannot be divided into unequal parts, or the ranks of a pipeline need the same part.
                 Raised on every rank.
         """
         refuse_stages(
             trainer.strategy,
-            "Balance gives each rank a part of its own, and all stages of a pipeline need the same part. Leave the "
+            "Balance gives each rank a different part, but all stages of a pipeline need the same part. Leave the "
             "hook out, or use one stage",
         )
         if not hasattr(trainer.data, "share_out"):
@@ -73,7 +73,7 @@ class Balance(Hook):
         trainer.times_own_work = True
 
     def world_changed(self, trainer: Trainer) -> None:
-        """See Hook. The new parts share out the data evenly."""
+        """See Hook. The new parts divide the data evenly."""
         self.before_run(trainer)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:

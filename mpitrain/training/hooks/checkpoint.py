@@ -40,7 +40,7 @@ class HostCopies:
         self._buffers: dict[str, numpy.ndarray] = {}
 
     def copy(self, tensors: Mapping[str, Array]) -> dict[str, numpy.ndarray]:
-        """Copy host or device arrays to the host. This overwrites the copies of the previous call."""
+        """Copy CPU or GPU arrays to CPU memory. This overwrites the copies of the previous call."""
         buffers = {}
         for name, value in tensors.items():
             buffer = self._buffers.get(name)
@@ -53,7 +53,7 @@ class HostCopies:
 
 
 class BackgroundWriter:
-    """Do one piece of work at a time, in a thread. Call all methods from the thread that trains.
+    """Does one piece of work at a time, in a thread. Call all methods from the training thread.
 
     Attributes:
         doing: a name of the current or last work.
@@ -61,7 +61,7 @@ class BackgroundWriter:
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
-        """The thread that writes calls `report` with the text of an error."""
+        """The writing thread calls `report` with the text of an error."""
         self.doing = ""
         self.failed: Exception | None = None
         self._report = report
@@ -97,8 +97,8 @@ class BackgroundWriter:
 
 
 _NAP_SECONDS = 0.002
-# A save waits for an earlier write until it has lasted so long, so small states that are saved often are all saved. A
-# disk that hangs delays only one step, by no more than this.
+# How long a save waits for an earlier write. So small states that are saved often are all saved, and a disk that hangs
+# delays only one step, by no more than this.
 _PATIENCE_SECONDS = 1.0
 
 
@@ -123,7 +123,7 @@ class Checkpoint(Hook):
     ) -> None:
         """
         Args:
-            directory: is made if necessary. If the nodes do not share it, each node's directory gets a copy.
+            directory: is created if necessary. If the nodes do not share it, each node's directory gets a copy.
             steps: the number of steps between two saves.
             keep: the number of newest checkpoints to keep. None: all.
             score: is called on every rank at every save, and must return the same number on all of them. The checkpoint
@@ -142,13 +142,13 @@ class Checkpoint(Hook):
         self._score = score
         self._copies = copies
         self._trusted: set[int] = set()  # steps whose checkpoints were written or read here
-        # The last checkpoint that this rank has begun to write: its step, and what the training had been told.
+        # The last checkpoint that this rank began to write: its step, and the commands that the training had received.
         self._begun: tuple[int, dict[str, Any]] = 0, {}
         self._state, self._part = HostCopies(), HostCopies()
 
     @property
     def directory(self) -> Path:
-        """Where the checkpoints are."""
+        """The folder of the checkpoints."""
         return self._directory
 
     def reads_model(self, trainer: Trainer, step: int) -> bool:
@@ -184,12 +184,12 @@ class Checkpoint(Hook):
         world.print(f"resumed from {path}{there} at step {trainer.step_number}")
 
     def world_changed(self, trainer: Trainer) -> None:
-        """See Hook. A write that is under way ends first. From then on another rank may write."""
+        """See Hook. A write that is under way is completed first. After that, another rank may write."""
         self._wait(trainer.world, float("inf"))
         self._begin_in(trainer.world)
 
     def _begin_in(self, world: World) -> dict[int, int]:
-        """Find out which ranks of a World write; the node that keeps each node's copies. Collective."""
+        """Determine which ranks of a World write, and which node keeps each node's copies. Collective."""
         self._about = information(world)
         self._is_ending = False
 
@@ -224,7 +224,7 @@ class Checkpoint(Hook):
             self._begin(trainer, step, score, own)
 
     def save_now(self, trainer: Trainer, step: Step) -> None:
-        """See Hook. Raises as after_step. Waits for an earlier write, and not for the one of this step."""
+        """See Hook. Raises as after_step. Waits for an earlier write, but not for that of this step."""
         self._wait(trainer.world, float("inf"))
         self._begin_if_new(trainer, step)
 
@@ -252,7 +252,7 @@ class Checkpoint(Hook):
                 raise CheckpointError(text_of(error)) from error
 
     def _begin_if_new(self, trainer: Trainer, step: Step) -> None:
-        """The same as `_begin`, unless the last write, which has ended, has the same on the disk."""
+        """The same as `_begin`, unless the last write, now complete, has put the same state on the disk."""
         score = None if self._score is None else float(self._score())
         own = trainer.strategy.own_state_for(reads=self._writes)
         with trainer.world.together("save a checkpoint"):
@@ -274,7 +274,7 @@ class Checkpoint(Hook):
             return
         self._begun = step.number, trainer.steering.state()
         about = {**self._about, "saved": now()}
-        if step.samples:  # an earlier try has made the step: see Hook.before_end
+        if step.samples:  # without samples, an earlier attempt made the step: see Hook.before_end
             about |= {"loss": step.loss, "learning_rate": step.learning_rate}
         work: list[Callable[[], object]] = []
         if own:

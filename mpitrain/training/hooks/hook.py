@@ -1,4 +1,4 @@
-"""What happens around the steps. Every hook runs on every rank."""
+"""The base class of hooks, which act around the steps. Every hook runs on every rank."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Hook:
     """The base class of hooks. Its methods are empty; a hook overrides those that it needs.
 
     All ranks run the methods, so the methods may make collective calls. Put hooks that measure (Evaluation) before
-    hooks that decide (StopWhen) or keep (Record).
+    hooks that decide (StopWhen) or store (Record).
 
     Attributes:
         keeps_state: this hook saves and restores the others. Its `before_run` comes first, its `after_step` last.
         writes_files: this hook reads or writes files of the user. `mpitrain verify` runs the training without it.
-        ends_run: this hook ends the run at some time, so no StopAtStep is needed.
+        ends_run: this hook ends the run at some point, so no StopAtStep is needed.
     """
 
     keeps_state = False
@@ -30,57 +30,60 @@ class Hook:
     ends_run = False
 
     def before_run(self, trainer: Trainer) -> None:
-        """Is called once, before the first step; again if a rank is lost in these calls."""
+        """Called once, before the first step, and again if a rank is lost during these calls."""
 
     def reads_model(self, trainer: Trainer, step: int) -> bool:
         """Return whether this hook may read or change parameters or the optimizer in its methods for this step.
 
-        Is asked in a job with several servers, before `before_step` and `after_step`. If the answer is yes, the first
-        server fetches the parts of all. A hook that does not read the model at every step saves time by saying so.
+        Called in a job with several servers, before `before_step` and `after_step`. If the result is True, the first
+        server fetches the parts of all servers. A hook that returns False at steps where it does not read the model
+        saves time.
         """
         return True
 
     def before_step(self, trainer: Trainer) -> None:
-        """Is called before every step. `trainer.step_number` counts the steps so far, also those before a resume."""
+        """Called before every step. `trainer.step_number` counts the steps so far, including those before a resume."""
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """Is called after every step."""
+        """Called after every step."""
 
     def world_changed(self, trainer: Trainer) -> None:
-        """Is called in a run after Trainer.rebuild, and after the loss of a rank.
+        """Called in a run after Trainer.rebuild, and after the loss of a rank.
 
         `trainer.world` and its parts are new. Rank and size may be new too.
         """
 
     def went_on(self, trainer: Trainer, event: RunEvent) -> None:
-        """Is called when the training has gone on after a fault or an order, before the next call of another method.
+        """Called when the training has continued after a fault or a command, before the next call of another method.
 
-        Not collective. Is called once for each event, on every rank.
+        Not collective. Called once for each event, on every rank.
         """
 
     def after_run(self, trainer: Trainer) -> None:
-        """Is called once, after the last step; again if a rank is lost in these calls. Is not called after an error."""
+        """Called once, after the last step, and again if a rank is lost during these calls. Not called after an
+        error."""
 
     def before_end(self, trainer: Trainer, step: Step) -> None:
-        """Is called after `step` if the job is to end there, before the end of the run. Save what must not be lost.
+        """Called after `step` if the job is to end there, before the end of the run. Save what must not be lost.
 
-        A rank of a job that may restart got SIGTERM, and too few hosts would be left; or hosts were lost, and too few
-        are left. In the second case this process has made no step. Of `step` only the number is known: loss and
-        learning rate are NaN, `samples` is 0. Called on every rank. `after_run` is not called then.
+        There are two cases: a rank of a job that may restart got SIGTERM, and too few hosts would remain; or hosts were
+        lost, and too few remain. In the second case this process has made no step. Only the number of `step` is known:
+        loss and learning rate are NaN, `samples` is 0. Called on every rank. `after_run` is not called then.
         """
 
     def save_now(self, trainer: Trainer, step: Step) -> None:
-        """Is called after `after_step` of all hooks if `mpitrain tell JOB save` wants `step` saved. On every rank."""
+        """Called on every rank after `after_step` of all hooks, if `mpitrain tell JOB save` requests a save of
+        `step`."""
 
     def close(self) -> None:
-        """Is called once, at the very end, also after an error. Close files here. Not collective."""
+        """Called once, at the very end, also after an error. Close files here. Not collective."""
 
     def state(self) -> dict[str, Any]:
-        """Return what belongs to a checkpoint: nested dicts of numbers, strings and arrays, or {}. Not collective."""
+        """Return the state for a checkpoint: nested dicts of numbers, strings and arrays, or {}. Not collective."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, before the first step. Is not called if the checkpoint has no such state.
+        """Continue where `state` was taken, before the first step. Not called if the checkpoint has no such state.
 
         Raises:
             CheckpointError: `state` is not a state of this hook.
@@ -103,7 +106,7 @@ def states_of(hooks: Sequence[Hook]) -> dict[str, dict[str, Any]]:
 
 
 def restore_all(hooks: Sequence[Hook], states: Mapping[str, dict[str, Any]]) -> None:
-    """Reverse `states_of`. A hook without a state stays as it is; a state without a hook is ignored."""
+    """Reverse `states_of`. A hook without a state does not change; a state without a hook is ignored."""
     for name, hook in by_name(hooks).items():
         if name in states:
             hook.restore(states[name])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # The time between two drawings of the bar on a terminal.
 _BAR_SECONDS = 0.2
 _LEAST_CELLS = 10  # of the bar
-# Of what is not shown beside the bar where the terminal is too narrow, the first one first.
+# The fields beside the bar, in the order in which they are dropped if the terminal is too narrow.
 _LESS = ("wire ", "loss scale ", "lr ", "samples/s")
 
 
@@ -30,9 +30,9 @@ class Log(Hook):
     """Show progress on rank 0: step, loss, learning rate, samples/s of all ranks, and the time left.
 
     With a loss scale also: its value, and the number of steps skipped since the start of training. Between nodes also:
-    how long gradients were under way in a step, and how much of that time was hidden.
-    If rank 0 or its `mpitrain run` writes to a terminal, Log shows a progress bar below what is printed. Otherwise it
-    prints a line every `seconds`. Ranks that plain mpiexec started write into pipes, so they print lines.
+    the communication time of a step, and how much of it was overlapped. If rank 0 or its `mpitrain run` writes to a
+    terminal, Log shows a progress bar below what is printed. Otherwise it prints a line every `seconds`. Ranks that
+    plain mpiexec started write into pipes, so they print lines.
     """
 
     def __init__(self, seconds: float = 5.0) -> None:
@@ -56,7 +56,7 @@ class Log(Hook):
             self._bar = _Bar(trainer.step_number, trainer.last_step, columns)
         self._interval = _BAR_SECONDS if is_terminal else self._seconds
         self._last = time.perf_counter()
-        self._first = True  # show the first step at once: it says that training has begun
+        self._first = True  # show the first step at once: it shows that training has begun
         self._steps = 0
         self._samples = self._exposed = self._wire = 0.0
 
@@ -95,7 +95,7 @@ class Log(Hook):
         self._samples = self._exposed = self._wire = 0.0
 
     def went_on(self, trainer: Trainer, event: RunEvent) -> None:
-        """See Hook. A pause does not count in what is shown."""
+        """See Hook. A pause does not count in the displayed rates."""
         if event.source == "told":
             self._last += event.seconds
 
@@ -125,7 +125,7 @@ class _Bar:
             self._console = Console(file=sys.stdout)
         self._is_own = not columns
         self._last_line = ""
-        # `show` draws the bar, so that no thread takes the processor away from a step.
+        # `show` draws the bar, so that no thread takes processor time from a step.
         self._progress: Any = Progress(*texts, console=self._console, auto_refresh=False, expand=True)
         self._task = self._progress.add_task("", total=last, completed=first, where="", share="", facts="")
         if self._is_own:

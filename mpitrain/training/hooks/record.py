@@ -1,4 +1,4 @@
-"""The record of a run: rows of numbers, which meters and hooks measure and writers store."""
+"""The record of a run: rows of numbers that meters and hooks measure and writers store."""
 
 from __future__ import annotations
 
@@ -48,13 +48,12 @@ class Record(Hook):
     A row has the step, the epoch, and the samples and seconds of training so far, including the runs that this run
     resumes. It has the numbers that the meters have measured over all ranks since the last row (one small message a
     row), and the numbers that the hooks have reported for this step. Rank 0 writes. Record also reports the numbers of
-    the meters to the hooks that follow. The first row after a fault, behind which the training continued, has the
-    event.
+    the meters to the hooks that follow. The first row after a fault from which the training continued has the event.
 
     A run that resumes at step k removes rows of later steps that an earlier run has written, so no step has two rows. A
     run from the beginning removes all rows. If a writer fails, for example because the disk is full, training
-    continues. A warning goes to stderr, and with the next row Record tries the writer again, with all rows that it
-    lacks.
+    continues. A warning goes to stderr, and with the next row Record tries the writer again, with all rows that are
+    missing.
     """
 
     writes_files = True
@@ -91,8 +90,8 @@ class Record(Hook):
         self._restored: Mapping[str, Any] = {}
         self._events: list[RunEvent] = []  # since the last row
         self._document: RunDocument | None = None  # of this run, on rank 0
-        self._process = self._name = ""  # of rank 0, as the document has it; of this rank
-        self._handled: BaseException | None = None  # what the caller of the run handles
+        self._process = self._name = ""  # of rank 0, as in the document; of this rank
+        self._handled: BaseException | None = None  # the exception that the caller of the run is handling
         self._is_done = False  # the last step is made
 
     def reads_model(self, trainer: Trainer, step: int) -> bool:
@@ -155,7 +154,8 @@ class Record(Hook):
         self._is_open = True  # last: if a rank is lost in this method, all of it is repeated
 
     def _publish_folder(self) -> None:
-        """Tell those who watch the job where the record is; the first writer of rows as JSON, if there is one."""
+        """Publish the record's folder for programs that watch the job: that of the first JSON writer, if there is
+        one."""
         writers = sorted((output.writer for output in self._outputs), key=lambda one: not isinstance(one, JsonLines))
         if writers and (activity := own_activity()):
             activity.keep_record(str(Path(str(writers[0])).absolute().parent))
@@ -186,7 +186,7 @@ class Record(Hook):
         self.restore(state)
 
     def went_on(self, trainer: Trainer, event: RunEvent) -> None:
-        """See Hook. A pause is no time of training."""
+        """See Hook. A pause does not count as training time."""
         self._events.append(event)
         if event.source == "told" and self._is_open:
             self._begun += event.seconds
@@ -235,7 +235,7 @@ class Record(Hook):
         failure = "" if error is None else _failure(error)
         if self._is_open and self._document is None and has_failed and not getattr(error, "known_everywhere", False):
             has = "" if isinstance(error, SystemExit) else "failed: "
-            for output in self._outputs:  # rank 0 is ended because of this rank, wherever it is
+            for output in self._outputs:  # this rank ends rank 0, wherever that is
                 output.note_end(self._process, f"{self._name} {has}{failure}")
         if self._is_open and self._document is not None:
             end = failure if has_failed else DONE if self._is_done else LEFT
@@ -248,15 +248,15 @@ class Record(Hook):
         self._close_outputs()
 
     def _orders(self) -> list[dict[str, Any]]:
-        """What the training was told since the last row."""
+        """The commands that the training received since the last row."""
         return [event.plain() for event in self._events if event.source == "told"]
 
     def _describe(self, **changes: Any) -> None:
-        """Change what rank 0 says of the run."""
+        """Update rank 0's document of the run."""
         if self._document is not None:
             self._document = replace(self._document, **changes)
             for output in self._outputs:
-                with suppress(OSError):  # the rows matter more, and a missing end is seen
+                with suppress(OSError):  # the rows matter more, and a missing end is visible
                     output.describe(self._document)
 
     def _close_outputs(self) -> None:
@@ -288,7 +288,7 @@ class Record(Hook):
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the state of Record is {dict(state)}; was it written by mpitrain?") from error
         self._samples, self._seconds, self._num_measured, self._restored = samples, seconds, num_measured, restored
-        # What happened has happened. But where a rank is lost, the others obey anew what the state does not have yet.
+        # Events are not undone. But if a rank is lost, the others repeat the commands that are not in the state yet.
         self._events = events + [
             one for one in self._events if one not in events and one.source not in ("told", "auto")
         ]
@@ -312,7 +312,7 @@ class _Output:
         self._lacking: list[tuple[Row, Sequence[RunEvent]]] = []
 
     def open(self, after_step: int) -> None:
-        # The steps after it are made again, and have new rows.
+        # The steps after it are repeated, and have new rows.
         self._lacking = [(row, events) for row, events in self._lacking if row["step"] <= after_step]
         self.writer.open(after_step)
 
@@ -326,7 +326,7 @@ class _Output:
                 self.writer.note_end(process, end)
 
     def end_after_another(self, process: str, document: RunDocument) -> None:
-        """Describe the end of a run that another rank has ended: what that rank has noted is the reason."""
+        """Describe the end of a run that another rank has ended: that rank has noted the reason."""
         if isinstance(self.writer, JsonLines):
             self.note_end(process, document.end)
         else:

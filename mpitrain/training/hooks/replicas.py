@@ -27,11 +27,11 @@ class CompareReplicas(Hook):
     """Compare a hash of all parameters over the ranks, every `steps` steps and after the last step (monitor.md).
 
     The comparison takes one pass over the parameters and one agreement of 40 bytes a rank. Parameters on a GPU are
-    copied to the host first. Every flipped bit is found; with ShardedSync, only one that flips after the step
-    (docs/how-to/large-models.md). The optimizer's state is not compared: an error in it becomes an error of the
-    parameters with the
-    next step, which ShardedSync brings to all ranks. The parameters of all ranks must have the same bits, as with the
-    strategy Sync. With local updates, such as LocalSGD, a comparison that is due comes at the end of the round.
+    copied to the CPU first. Every flipped bit is found; with ShardedSync, only one that flips after the step
+    (docs/how-to/large-models.md). The optimizer's state is not compared: an error in it becomes an error in the
+    parameters with the next step, which ShardedSync spreads to all ranks. The parameters of all ranks must be bitwise
+    identical, as with the strategy Sync. With local updates, such as LocalSGD, a comparison that is due comes at the
+    end of the round.
     """
 
     def __init__(self, steps: int = 100, *, repair: str | None = None) -> None:
@@ -43,7 +43,7 @@ class CompareReplicas(Hook):
                 the root's. Give the same value on all ranks.
 
         Raises:
-            ConfigError: `steps` is below 1, or `repair` is not one of these.
+            ConfigError: `steps` is below 1, or `repair` has another value.
         """
         if steps < 1:
             raise ConfigError(f"CompareReplicas every {steps} steps: the number must be at least 1")
@@ -61,8 +61,8 @@ class CompareReplicas(Hook):
         """
         refuse_stages(
             trainer.strategy,
-            "CompareReplicas compares the parameters of all ranks, and with Pipeline each rank has layers of its own. "
-            "Leave the hook out, or use one stage",
+            "CompareReplicas compares the parameters of all ranks, but with Pipeline the ranks have different "
+            "layers. Leave the hook out, or use one stage",
         )
 
     def reads_model(self, trainer: Trainer, step: int) -> bool:
@@ -114,7 +114,7 @@ class CompareReplicas(Hook):
                     "earlier checkpoint, or repair while training: CompareReplicas(repair='majority')"
                 )
             )
-        trainer.strategy.own_state()  # if the ranks have divided the optimizer, its state comes together
+        trainer.strategy.own_state()  # if the ranks have divided the optimizer, this gathers its state
         trainer.adapter.restore(world.broadcast(trainer.adapter.state(), root=right))
         world.print(
             f"mpitrain: after step {number} the parameters were not those of {reference} on: {differences}. "
@@ -123,13 +123,13 @@ class CompareReplicas(Hook):
 
 
 def checksum(value: Array) -> int:
-    """Return a 32-bit checksum of the bytes of an array on the host or a device. Any single flipped bit changes it."""
+    """Return a 32-bit checksum of the bytes of an array on the CPU or a GPU. Any single flipped bit changes it."""
     host = numpy.ascontiguousarray(value.get() if is_device_array(value) else value)
     return zlib.crc32(host.reshape(-1).view(numpy.uint8).data)
 
 
 def right_rank(hashes: Sequence[int], *, by_majority: bool) -> int:
-    """Return the rank whose replica is right: the lowest with the most frequent hash; in a tie, the root."""
+    """Return the rank whose replica counts as correct: the lowest with the most frequent hash; in a tie, the root."""
     if not by_majority:
         return 0
     (most, count), *others = Counter(hashes).most_common()
@@ -168,7 +168,7 @@ def _first_difference(checksums: Sequence[int], expected: Sequence[int]) -> int 
 
 
 def _difference(value: Array, expected: Array) -> str:
-    """Describe how many elements have other bits, and the place and values of the first."""
+    """Describe how many elements differ in bits, and the place and values of the first."""
     own, other = (array.get() if is_device_array(array) else array for array in (value, expected))
     unequal = [numpy.ascontiguousarray(array).reshape(-1).view(f"V{array.itemsize}") for array in (own, other)]
     places = numpy.flatnonzero(unequal[0] != unequal[1])

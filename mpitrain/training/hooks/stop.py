@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mpitrain.training.trainer import Trainer
 
 
-# StopAfter looks at the clock at least so often, so that steps which become slower are noticed.
+# StopAfter looks at the clock at least this often, in steps, so that it notices if steps become slower.
 _MOST_SECONDS_BETWEEN_LOOKS = 1.0
 
 
@@ -43,8 +43,8 @@ class StopAtStep(Hook):
 class StopAfter(Hook):
     """End the run after the first step that ends `seconds` or more after the run began. A resumed run counts from 0.
 
-    Rank 0's clock decides. Asking it after every step would cost a message a step. So rank 0 says how many steps fit
-    into half of the remaining time, but no more than have been made, and the ranks make these steps without asking.
+    Rank 0's clock decides. Asking it after every step would cost a message per step. So rank 0 announces how many steps
+    fit into half of the remaining time, but no more than have been made, and the ranks make these steps without asking.
     """
 
     ends_run = True
@@ -83,14 +83,14 @@ class StopAfter(Hook):
         if now >= self._end:
             return 0
         steps = int(min((self._end - now) / 2, _MOST_SECONDS_BETWEEN_LOOKS) / step_seconds)
-        # The first step says little, because its time does not include the hooks after this one.
+        # The first step tells little, because its time does not include the hooks after this one.
         return max(1, min(steps, number - self._begun_at))
 
 
 class StopWhen(Hook):
     """End the run when a metric is at least, or at most, a value. Hooks before this one must report the metric.
 
-    Rank 0's value decides for all ranks. If no step has had the metric, a warning goes to stderr at the end.
+    Rank 0's value decides for all ranks. If no step had the metric, a warning goes to stderr at the end.
     """
 
     ends_run = True
@@ -201,7 +201,7 @@ class EarlyStopping(Hook):
         return False
 
     def before_run(self, trainer: Trainer) -> None:
-        """See Hook. A run that this hook has ended does not continue when it is started again."""
+        """See Hook. A run that this hook ended does not continue when the script is started again."""
         if self._num_worse >= self._patience:
             self._seen.add(self._metric)
             stop(trainer, f"step {trainer.step_number}: had stopped early")

@@ -22,7 +22,7 @@ class Csv:
     """
 
     def __init__(self, directory: Path | str) -> None:
-        """`directory` is made if it is missing. Rank 0 writes there.
+        """`directory` is created if it is missing. Rank 0 writes there.
 
         A run that begins at step 0 overwrites the file. A run that resumes removes its rows of later steps.
         """

@@ -1,4 +1,4 @@
-"""Rows as JSON, one row per line; and beside them what the run is."""
+"""Rows as JSON, one per line, with a description of the run in a second file."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class JsonLines:
     JSON has no NaN and no infinity. The file has the strings "NaN", "Infinity" and "-Infinity" instead, as the JSON of
     Protocol Buffers does. float() accepts these strings.
 
-    Beside it, `run.json` says what the run is and how it ended (RunDocument). `mpitrain dashboard` reads both.
+    Beside it, `run.json` describes the run and how it ended (RunDocument). `mpitrain dashboard` reads both.
     """
 
     def __init__(self, directory: Path | str) -> None:
-        """`directory` is made if it is missing. Rank 0 writes there.
+        """`directory` is created if it is missing. Rank 0 writes there.
 
         A run that begins at step 0 overwrites the file. A run that resumes removes its rows of later steps.
         """
@@ -64,7 +64,7 @@ class JsonLines:
         replace_file(path, document.text().encode())
 
     def note_end(self, process: str, end: str) -> None:
-        """Note why the run of this process of rank 0 has ended. Any rank may call; it needs to see the folder.
+        """Note why the run of this process of rank 0 has ended. Any rank that can access the folder may call this.
 
         Raises:
             OSError: the file cannot be written.
@@ -88,7 +88,7 @@ class JsonLines:
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
-    """Return the rows of a `metrics.jsonl`, also of a run that is still writing the file.
+    """Return the rows of a `metrics.jsonl`, even while a run is still writing the file.
 
     Raises:
         DataError: the file cannot be read, or has a line that is not a row.
@@ -97,7 +97,7 @@ def read_rows(path: Path) -> list[dict[str, float]]:
 
 
 def read_events(path: Path) -> list[RunEvent]:
-    """Return the events of a `metrics.jsonl`, and the orders that came after its last row. Like `read_rows`."""
+    """Return the events of a `metrics.jsonl`, and the commands after its last row. Raises as `read_rows`."""
     events = _parse(_lines(path), path)[1]
     with suppress(DataError):  # there is no document, or it cannot be read
         events += read_document(path.with_name(DOCUMENT)).orders_without(events)
@@ -128,14 +128,14 @@ def parse_row(line: bytes, after_step: float) -> tuple[dict[str, float], list[Ru
     """Return the row and the events of one line, which follows a row of step `after_step`.
 
     Raises:
-        DataError: it is not a row. The text continues after the name of the line.
+        DataError: it is not a row. The text continues a sentence that begins with the line's name.
     """
     form = "is not a row of a record"
     values = json_of(line, DataError, "", form=form, any_text=True, any_number=True)  # _number is stricter, and faster
 
     def parse() -> tuple[dict[str, float], list[RunEvent]]:
         events = [RunEvent.from_plain(fields) for fields in values.pop(_EVENTS, ())]
-        # What is no number is of another version of mpitrain.
+        # A value that is not a number comes from another version of mpitrain.
         row = {name: _number(name, value) for name, value in values.items() if not isinstance(value, _NO_NUMBERS)}
         if not after_step < row["step"] < _MOST_STEPS or not abs(row.get(RESUMED_AFTER, 0)) < _MOST_STEPS:
             raise ValueError(f"step {row['step']:g} is not after that of the line before")
@@ -155,7 +155,7 @@ def _number(name: str, value: object) -> float:
 
 
 def plain_number(value: float) -> float | str:
-    """Return a number as the file has it."""
+    """Return a number in the form that the file has."""
     if math.isfinite(value):
         return value if isinstance(value, int) else float(value)
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -20,19 +20,19 @@ from mpitrain.training.writers.writer import Row
 _MOST_METRICS, _MOST_PARAMS = 1000, 100
 _MOST_NAME = 240  # of 250 characters: a number may follow
 _REFUSED = re.compile(r"[^/\w.\- :]")
-# Codes of errors after which MLflow's library or its server may do the same at another time.
+# Codes of errors after which a retry at another time may succeed.
 _NO_ANSWER = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
 
 
 class Mlflow(ServiceWriter):
     """A Writer of runs of MLflow, with a metric for each name of a row, at the step of the row.
 
-    The runs are where MLFLOW_TRACKING_URI or `mlflow.set_tracking_uri` says; otherwise in `mlflow.db`, a database of
-    SQLite in the directory. The experiment is that of MLFLOW_EXPERIMENT_NAME, MLFLOW_EXPERIMENT_ID or
+    The runs are stored at MLFLOW_TRACKING_URI or the URI of `mlflow.set_tracking_uri`, or else in `mlflow.db`, an
+    SQLite database in the directory. The experiment is that of MLFLOW_EXPERIMENT_NAME, MLFLOW_EXPERIMENT_ID or
     `mlflow.set_experiment`. An active run of the script is neither used nor changed.
 
-    What the run is becomes parameters and tags, each event a tag. In a name, each character that MLflow refuses becomes
-    "_". MLflow's databases store infinity as the largest float, and -0.0 as 0.0.
+    The description of the run becomes parameters and tags; each event becomes a tag. In a name, each character that
+    MLflow refuses becomes "_". MLflow's databases store infinity as the largest float, and -0.0 as 0.0.
     """
 
     SERVICE = "MLflow"
@@ -52,10 +52,10 @@ class _MlflowRun:
         self._names = ServiceNames(_allowed)
         self._client: Any = None
         self._id = ""
-        self._last_step = 0.0  # of the rows that the run has
+        self._last_step = 0.0  # of the rows in the run
         self._params: dict[str, str] = {}
         self._tags: dict[str, str] = {}
-        self._times: dict[float, int] = {}  # of rows: MLflow takes two for the same only if their times are the same
+        self._times: dict[float, int] = {}  # of rows: MLflow considers two rows the same only if their times are equal
 
     def begin(self) -> None:
         if self._id:
@@ -154,7 +154,7 @@ class _MlflowRun:
 
 
 def _experiment(client: Any) -> str:
-    """Return the id of the experiment of which a new run is, as MLflow's own functions choose it."""
+    """Return the id of the experiment for a new run, chosen as MLflow's own functions do."""
     if number := os.environ.get("MLFLOW_EXPERIMENT_ID"):  # mlflow.set_experiment sets it too
         return number
     if not (name := os.environ.get("MLFLOW_EXPERIMENT_NAME")):
@@ -164,7 +164,7 @@ def _experiment(client: Any) -> str:
 
 
 def _facts(document: RunDocument) -> dict[str, str]:
-    """Return what become parameters. The packages are too many."""
+    """Return the facts that become parameters. The packages are left out, because there are too many."""
     facts: dict[str, Any] = {
         "script": document.script,
         "arguments": " ".join(document.arguments),
@@ -180,13 +180,13 @@ def _facts(document: RunDocument) -> dict[str, str]:
 
 
 def _allowed(name: str) -> str:
-    """Return a name that MLflow allows. It takes names for paths, which must be in their shortest form."""
+    """Return a name that MLflow allows. It treats names as paths, which must be in their shortest form."""
     parts = [part for part in _REFUSED.sub("_", name).split("/") if part not in ("", ".", "..")]
     return "/".join(parts)[:_MOST_NAME].rstrip("/") or "_"
 
 
 def _missing(error: ImportError) -> str:
-    """Say which module is missing, and what brings it."""
+    """Describe which module is missing, and what to install."""
     if error.name in ("alembic", "sqlalchemy"):
         return f"{error.name}, which is not installed; pip install 'mpitrain[mlflow]'"
     return f"the module {error.name}, which is not installed; install the package that has it"

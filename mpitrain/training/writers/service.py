@@ -1,7 +1,7 @@
-"""Writers for a service that keeps runs, such as MLflow: what does not depend on the service.
+"""The common part of writers for a service that stores runs, such as MLflow.
 
-The calls of a ServiceWriter reach its ServiceRun through ServiceCalls, so that nobody waits long for a service that
-does not answer. RunFile says which run of the service a record is, and ServiceNames what its names are there.
+The calls of a ServiceWriter reach its ServiceRun through ServiceCalls, so that the caller does not wait long for a
+service that does not answer. RunFile maps a record to the service's run, and ServiceNames maps its names.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from mpitrain.training.run_document import RunDocument
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.writer import Row, replace_file
 
-# For so long the caller waits in each outage of the service, and once more at the end of a run. A call that succeeds
-# ends an outage.
+# How long the caller waits in each outage of the service, and once more at the end of a run. A call that succeeds ends
+# an outage.
 PATIENCE_SECONDS = 10.0
-# To the last @, because a password may have one. Where a library's text has no blank behind it, more is cut off.
+# Up to the last @, because a password may contain one. If no blank follows in a library's text, more is cut off.
 _USER = re.compile(r"://[^\s'\"<>]*@")
 
 
 class ServiceRun(Protocol):
-    """A run that a service keeps. Its methods are called one after the other, but from several threads.
+    """A run stored by a service. Its methods are called one after the other, but from several threads.
 
     They raise OSError if the service does not answer, and ConfigError if it refuses. After an error they may be called
     again.
     """
 
     def begin(self) -> None:
-        """Make the run, or continue with the one that the directory names. Does nothing after a success."""
+        """Create the run, or continue the one that the directory names. Does nothing after a success."""
 
     def describe(self, document: RunDocument) -> None:
-        """Store what the run is."""
+        """Store the description of the run."""
 
     def write(self, rows: Sequence[tuple[Row, Sequence[RunEvent]]]) -> None:
-        """Store rows, but none of a step that the service has already."""
+        """Store rows, except those of steps that the service already has."""
 
     def finish(self, document: RunDocument | None) -> None:
-        """Say that the process has ended with the run. None: the run continues."""
+        """Report that the process has ended, with the run's document. None: the run continues."""
 
 
 class ServiceWriter:
-    """A Writer for a service. The service has a run for each training; `FILE` in the directory says which.
+    """A Writer for a service. The service has one run for each training, which `FILE` in the directory names.
 
-    A training that resumes continues with its run. No service can remove a row. So rows of steps that the run has
-    already are not written again: it keeps those of the first time.
+    A training that resumes continues its run. No service can remove a row. So rows of steps that the run already has
+    are not written again: the first version stays.
     """
 
     SERVICE: ClassVar[str]  # for messages
     FILE: ClassVar[str]
     LIBRARY: ClassVar[str]  # as it is imported
-    EXTRA: ClassVar[str]  # of mpitrain, which brings it
+    EXTRA: ClassVar[str]  # of mpitrain, which installs it
 
     def __init__(self, directory: Path | str, *, name: str = "") -> None:
         """
         Args:
-            directory: of the record. It is made if it is missing. Rank 0 writes there.
+            directory: of the record. It is created if it is missing. Rank 0 writes there.
             name: of a new run; "": that of the directory.
 
         Raises:
@@ -75,7 +75,7 @@ class ServiceWriter:
         self._calls = ServiceCalls(self.SERVICE)
         self._run: ServiceRun | None = None
         self._document: RunDocument | None = None  # the newest
-        self._described: RunDocument | None = None  # what the service has
+        self._described: RunDocument | None = None  # the version that the service has
         if importlib.util.find_spec(self.LIBRARY) is None:
             raise ConfigError(
                 f"{type(self).__name__} needs {self.LIBRARY}, which is not installed; "
@@ -110,7 +110,7 @@ class ServiceWriter:
         self._document = document
         if document.ended is not None:
             self._calls.renew_patience()
-            with suppress(Exception):  # the rows matter more, and a missing end is seen
+            with suppress(Exception):  # the rows matter more, and a missing end is visible
                 self._get(lambda: None)
             return
         with suppress(TimeoutError, ConnectionError):
@@ -136,7 +136,7 @@ class ServiceWriter:
                 self._calls.get(lambda: run.finish(document))
 
     def _get(self, call: Callable[[], None]) -> None:
-        """Make a call after what it presupposes."""
+        """Make a call, after the calls that must precede it."""
         run, document = self._run, None if self._described is self._document else self._document
         assert run is not None
 
@@ -144,7 +144,7 @@ class ServiceWriter:
             run.begin()
             if document is not None:
                 run.describe(document)
-                self._described = document  # the newest may be another one by now
+                self._described = document  # there may be a newer one by now
             call()
 
         self._calls.get(all_of_it)
@@ -152,7 +152,7 @@ class ServiceWriter:
 
 @contextmanager
 def _only_os_errors() -> Iterator[None]:
-    """Whatever a library raises in the middle of a training, the training continues, and Record says why."""
+    """Convert any error of a library to OSError, so that the training continues and Record reports the reason."""
     try:
         yield
     except OSError:
@@ -167,9 +167,9 @@ def without_secrets(text: str) -> str:
 
 
 class ServiceCalls:
-    """Makes calls one after the other, each in a thread of its own. Only one thread may use it.
+    """Makes calls one after the other, each in its own thread. Only one thread may use this object.
 
-    A call that is not answered in time continues by itself: libraries try again for minutes, and cannot be interrupted.
+    A call that is not answered in time continues in its thread: libraries retry for minutes, and cannot be interrupted.
     Its thread ends with the process.
     """
 
@@ -185,8 +185,8 @@ class ServiceCalls:
         """Make a call, and return when it has ended.
 
         Raises:
-            TimeoutError: it has not ended yet, or the one before has not ended, so that it was not made.
-            Exception: what it raises.
+            TimeoutError: the call has not ended yet, or was not made because the previous one has not ended.
+            Exception: whatever the call raises.
         """
         self._wait()
         self._begun = time.monotonic()
@@ -217,12 +217,12 @@ class ServiceCalls:
             self.renew_patience()
 
     def renew_patience(self) -> None:
-        """Wait again for the service, although it has not answered before."""
+        """Wait for the service again, although it has not answered before."""
         self._patience = PATIENCE_SECONDS
 
 
 class ServiceNames:
-    """The names that a service has for the names of rows. No two are the same."""
+    """The service's names for the names in rows. No two are equal."""
 
     def __init__(self, translate: Callable[[str], str]) -> None:
         """`translate` returns a name that the service allows, with room for some more characters."""
@@ -248,7 +248,7 @@ class RunFile:
         self._path = path
 
     def read(self, after_step: int) -> dict[str, Any]:
-        """Return what was kept for a training that continues after this step; {}: nothing.
+        """Return the content for a training that continues after this step; {}: there is none.
 
         Raises:
             DataError: the file is damaged.

@@ -20,11 +20,11 @@ from mpitrain.training.writers.writer import Row
 class Wandb(ServiceWriter):
     """A Writer of runs of Weights & Biases, with a metric for each name of a row, at the step of the row.
 
-    The variables and the login of the library hold: WANDB_MODE=offline writes to the directory alone, for `wandb sync`.
-    A run of the script itself, `wandb.run`, is neither used nor changed.
+    The library's environment variables and login apply: WANDB_MODE=offline writes only to the directory, for `wandb
+    sync`. A run of the script itself, `wandb.run`, is neither used nor changed.
 
-    What the run is becomes the config, each event a line of the notes. Names that begin with "_" belong to the service,
-    so the writer leaves out this "_".
+    The description of the run becomes the config; each event becomes a line of the notes. Names that begin with "_"
+    belong to the service, so the writer drops this "_".
     """
 
     SERVICE = "Weights & Biases"
@@ -50,14 +50,14 @@ class _WandbRun:
             return
         import wandb
 
-        if not self._kept:  # at another attempt, the run must be the same
+        if not self._kept:  # in another attempt, the run must be the same
             new = {"run": uuid.uuid4().hex, "step": 0, "notes": []}
             kept = new | self._file.read(self._after_step)
             self._file.keep(kept)
             self._kept = kept
         settings = wandb.Settings(
             console="off",  # the output of the ranks belongs to the launcher
-            # Otherwise the process would end only when all is sent, or after 90 s of init.
+            # Otherwise the process would end only when everything is sent, or after 90 s of init.
             init_timeout=service.PATIENCE_SECONDS,
             finish_timeout=service.PATIENCE_SECONDS,
         )
@@ -103,11 +103,11 @@ class _WandbRun:
 
 
 def _check_login() -> None:
-    """Raise ConfigError if there is no login. On a terminal, `init` would ask for one, and nobody would see why."""
+    """Raise ConfigError if there is no login. On a terminal, `init` would ask for one without an explanation."""
     import wandb
 
     is_online = wandb.setup().settings.mode not in ("offline", "dryrun", "disabled")
-    # With a run of the script itself, the library does not look.
+    # If the script has a run itself, the library does not check.
     if is_online and wandb.run is None and not wandb.login(prompt=False, verify=False):
         raise ConfigError(
             f"{Wandb.SERVICE} finds no login; run `wandb login`, or set WANDB_API_KEY, or set WANDB_MODE=offline"

@@ -30,7 +30,7 @@ class Writer(Protocol):
     def write(self, row: Row, events: Sequence[RunEvent] = ()) -> None:
         """Write a row and hand it to the operating system. After an OSError the same row may come again.
 
-        `events` are those since the row before. A writer of numbers alone may leave them out.
+        `events` are those since the previous row. A writer of numbers alone may ignore them.
         """
 
     def close(self) -> None:
@@ -39,10 +39,10 @@ class Writer(Protocol):
 
 @runtime_checkable
 class DescribingWriter(Writer, Protocol):
-    """A writer that also stores what the run is."""
+    """A writer that also stores the description of the run."""
 
     def describe(self, document: RunDocument) -> None:
-        """Store the document, in place of that of an earlier call. Is called after `open`, and again at the end.
+        """Store the document, in place of an earlier one. Called after `open`, and again at the end.
 
         Raises OSError if the file cannot be written.
         """
@@ -50,7 +50,7 @@ class DescribingWriter(Writer, Protocol):
 
 @runtime_checkable
 class BatchingWriter(Writer, Protocol):
-    """A writer that is faster if it gets all rows that it lacks at once."""
+    """A writer that is faster if it gets all missing rows at once."""
 
     def write_all(self, rows: Sequence[tuple[Row, Sequence[RunEvent]]]) -> None:
         """Write rows, each with its events, as `write` does. After an OSError the same rows may come again."""
@@ -79,7 +79,7 @@ class LineFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Do not use "a+": with O_APPEND a part of a line could not be overwritten.
         self._file = io.FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
-        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):  # nobody may write into a pipe
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):  # a pipe must not be written to
             raise DataError(f"{self.path} is not a file; move it away")
         *lines, _ = self._file.readall().split(b"\n")
         self._cut(sum(len(line) + 1 for line in lines))
@@ -106,7 +106,7 @@ class LineFile:
         while rest:  # a disk that becomes full writes only a part
             rest = rest[self._file.write(rest) :]
         self._end += len(line) + 1
-        self._file.truncate(self._end)  # a part of a longer line may stand here
+        self._file.truncate(self._end)  # a part of a longer line may remain here
 
     def replace(self, lines: list[bytes]) -> None:
         """Replace all lines. Whatever happens, the file has the old lines or the new ones."""
