@@ -38,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="where records are (runs)")
     parser.add_argument("--last", type=positive, default=20, metavar="N", help="list the N youngest runs (20)")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of text (docs/how-to/monitor.md)"
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
