@@ -1,6 +1,8 @@
-"""Sizes and names, formatted for tables and messages."""
+"""Sizes, times and names, formatted for tables and messages."""
 
 from __future__ import annotations
+
+from datetime import timedelta
 
 _MOST_TEXT = 40
 _MOST_REPORT = 48_000
@@ -13,6 +15,12 @@ def shown_bytes(num_bytes: int) -> str:
         if num_bytes >= unit:
             return f"{num_bytes / unit:,.1f} {name}"
     return f"{num_bytes:,} B"
+
+
+def shown_seconds(seconds: float) -> str:
+    """Return a duration as text, such as `0:05:00`; from a day on, such as `2 d 7 h`, rounded down."""
+    days, rest = divmod(round(seconds), 86_400)
+    return f"{days} d {rest // 3600} h" if days else str(timedelta(seconds=rest))
 
 
 def shown_name(text: str) -> str:

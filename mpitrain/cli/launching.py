@@ -118,13 +118,13 @@ def request_of_script(arguments: argparse.Namespace) -> Request:
 def _look_behind(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     """Refuse options of mpitrain that come after the script and are missing before it; print a warning about others."""
     behind = dict.fromkeys(word.partition("=")[0] for word in words)
-    where = f"behind {words[1] if words[0] == '-m' else words[0]} and belongs to the script"
+    where = f"after {words[1] if words[0] == '-m' else words[0]} and belongs to the script"
     before = f"as in `mpitrain {arguments.command} -n 4 train.py`"
     if arguments.num_ranks is None and arguments.ppn is None and not {"/", ":"} & set(arguments.hosts or ""):
         for option in [option for option in _RANKS if option in behind]:
-            raise ConfigError(f"{option} stands {where}; options of mpitrain come before the script, {before}")
+            raise ConfigError(f"{option} comes {where}; options of mpitrain come before the script, {before}")
     for option in [option for option in _OURS_ALONE if option in behind]:
-        print(f"mpitrain: {option} stands {where}; options of mpitrain come before the script", file=sys.stderr)
+        print(f"mpitrain: {option} comes {where}; options of mpitrain come before the script", file=sys.stderr)
 
 
 def script_of(arguments: argparse.Namespace) -> tuple[list[str], str]:

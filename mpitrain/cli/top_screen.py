@@ -29,6 +29,7 @@ from mpitrain.cli.terminal_text import printable
 from mpitrain.errors import LaunchError
 from mpitrain.launch.live_jobs import LiveJob, LiveSource
 from mpitrain.launch.live_picture import fact_columns, slow_rank, waiting_shares
+from mpitrain.shown import shown_seconds
 from mpitrain.watching.rank_facts import KNOWN, RankFact
 
 Order = Literal["slowest", "rank", "host"]
@@ -202,7 +203,7 @@ def _progress(answer: Mapping[str, Any]) -> Text:
     if last := max((entry.get("last_step") or 0 for entry in ranks), default=0):
         facts = [f"step {step:,} / {last:,}", f"{100 * step // last} %"]
     if (left := next((entry["left"] for entry in ranks if entry.get("left")), None)) and state_of(answer) == "trains":
-        facts.append(f"{timedelta(seconds=round(left))} left")
+        facts.append(f"{shown_seconds(left)} left")
     if "loss" in metrics:
         facts.append(f"loss {_number(metrics['loss'], '.4g')}")
     if "samples/s" in metrics and state_of(answer) != PAUSED:

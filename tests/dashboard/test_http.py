@@ -333,7 +333,7 @@ def test_over_tls(tmp_path: Path) -> None:
         (["--port", "70000"], 2, "--port 70000; allowed are 0 to 65535"),
         (["-i", "hosts"], 2, "stands before the first section"),
         (["-i", "missing"], 2, "there is no such file"),
-        (["x" * 300], 2, "cannot be looked at: File name too long"),
+        (["x" * 300], 2, "cannot be read: File name too long"),
         (["-i", "pipe"], 2, "has not answered for 3 s: is it a pipe"),
     ],
 )

@@ -206,7 +206,7 @@ def test_a_rank_that_has_not_entered_the_call() -> None:
         ([rank(1, "computes", 7)], "All ranks have entered it.", ["waits in sum (call 7)"]),
         (
             [rank(1, "stopped", 7, "sum"), rank(2, "disk", 7)],
-            "Ranks 1,2 have entered it, and do not continue.",
+            "Ranks 1,2 have entered it, but do not continue.",
             ["stopped, after call 7: sum", "disk, after call 7", "waits in sum (call 7)"],
         ),
         (
@@ -226,7 +226,7 @@ def test_a_rank_that_has_not_entered_the_call() -> None:
         ),
         (
             [rank(1, "lost", 3), rank(2, "busy", 7, "a checkpoint")],
-            "Rank 2 has entered it, and does not continue.",
+            "Rank 2 has entered it, but does not continue.",
             ["busy, after call 7: a checkpoint", "waits in sum (call 7)"],
         ),
     ],

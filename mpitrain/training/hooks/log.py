@@ -6,12 +6,12 @@ import io
 import os
 import sys
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.context import BAR_START, JobContext
 from mpitrain.early import is_helper
 from mpitrain.reducer.means import hidden_share
+from mpitrain.shown import shown_seconds
 from mpitrain.training.hooks.hook import Hook
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Log(Hook):
             f"{self._samples / elapsed:,.0f} samples/s",
         ]
         if trainer.seconds_left is not None:
-            facts.append(f"{timedelta(seconds=round(trainer.seconds_left))} left")
+            facts.append(f"{shown_seconds(trainer.seconds_left)} left")
         scale = trainer.adapter.loss_scale
         if scale:
             facts.append(f"loss scale {scale.value:g}, {scale.skipped_steps} skipped")
