@@ -188,7 +188,7 @@ def test_one_rank_on_the_host(world: World) -> None:
         text = error_on_all(
             world, MismatchError, lambda odd=odd: GradientReducer(world, PARAMETERS, on_device=world.rank != odd)
         )
-        first, second = ("the host", "GPUs") if odd else ("GPUs", "the host")
+        first, second = ("the CPU", "GPUs") if odd else ("GPUs", "the CPU")
         named, root = named_ranks(world, odd)
         assert text.startswith(f"{named}: gradients on {first}; {root}: gradients on {second}")
 

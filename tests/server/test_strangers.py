@@ -133,7 +133,7 @@ def test_connections_that_say_nothing(served: Served) -> None:
         joined = WorkerLink([served.link.address], KEYS.worker, MOST)
         with closing(joined):
             deadline = time.monotonic() + HANG_SECONDS
-            while "is there" not in joined.trouble():
+            while "is running" not in joined.trouble():
                 assert time.monotonic() < deadline
                 joined.receive(0.1)
 
