@@ -59,11 +59,16 @@ def no_checkpoints(bed: Bed, healed: None) -> None:
 
 
 def went_on_from_memory(end: Ended, failed: int) -> None:
-    """The job resumed after the last step of all ranks, or the step before: a rank may die between step and copy."""
-    resumed = re.findall(r"resumed from memory at step (\d+)\n", end.output)
+    """The job resumed after the last step of all ranks, or the step before: a rank may die between step and copy.
+
+    If it dies so at a checkpoint, the checkpoint is a step newer than memory and must be used instead.
+    """
+    resumed = re.findall(r"resumed from (memory|\S+/step-\d+) at step (\d+)\n", end.output)
     assert len(resumed) == 1, end.output
-    assert failed - 2 <= int(resumed[0]) <= failed, end.output
-    assert "memory is not used" not in end.output, end.output
+    source, step = resumed[0][0], int(resumed[0][1])
+    assert failed - 2 <= step <= failed, end.output
+    unused = [] if source == "memory" else [f"mpitrain: memory is not used: its newest copy is of step {step - 1}."]
+    assert re.findall(r"mpitrain: memory is not used.*?\.", end.output) == unused, end.output
 
 
 def rank_of(bed: Bed, node: str) -> int:
