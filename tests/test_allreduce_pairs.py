@@ -9,7 +9,8 @@ import numpy
 import pytest
 
 from mpitrain.allreduce.group import segments
-from mpitrain.allreduce.halving_doubling import plan as halving_plan
+from mpitrain.allreduce.halving_doubling import doubling_plan, halving_plan
+from mpitrain.allreduce.halving_doubling import plan as plan_of_both
 from mpitrain.allreduce.pairs import Phase
 from mpitrain.allreduce.recursive_doubling import plan as recursive_doubling
 
@@ -17,7 +18,7 @@ Plan = Callable[[int, int, int], list[Phase]]
 
 
 def halving_doubling(count: int, place: int, size: int) -> list[Phase]:
-    return halving_plan(segments(count, size), place)
+    return plan_of_both(segments(count, size), place)
 
 
 PLANS = [recursive_doubling, halving_doubling]
@@ -51,6 +52,18 @@ def run(plan: Plan, count: int, size: int) -> tuple[numpy.ndarray, list[list[Pha
 def test_every_rank_ends_with_every_ranks_numbers_once(plan: Plan, size: int, count: int) -> None:
     terms, _ = run(plan, count, size)
     assert (terms == 1).all()
+
+
+@pytest.mark.parametrize("size", range(1, 18))
+@pytest.mark.parametrize("count", [1, 5, 61])
+def test_each_half_by_itself(size: int, count: int) -> None:
+    """Of the first one, a rank needs its own part. The second one brings each part, as its rank has it, to all."""
+    parts = segments(count, size)
+    scattered, _ = run(lambda _count, place, _size: halving_plan(parts, place), count, size)
+    gathered, _ = run(lambda _count, place, _size: doubling_plan(parts, place), count, size)
+    for rank, part in enumerate(parts):
+        assert (scattered[rank, part] == 1).all()
+        assert (gathered[:, part] == (numpy.arange(size) == rank)).all()
 
 
 @pytest.mark.parametrize(("plan", "factor"), [(recursive_doubling, 3), (halving_doubling, 2 * 7 / 8)])

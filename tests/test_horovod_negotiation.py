@@ -63,6 +63,14 @@ def test_a_rank_that_has_joined_contributes_zeros() -> None:
     assert agreed.details == ((), (), ())
 
 
+def test_a_rank_that_has_submitted_a_name_and_then_joined_counts_once() -> None:
+    table = Negotiation(3, name)
+    assert table.submit(1, [one("a"), one(JOIN)]) == []
+    assert table.submit(0, [one("a")]) == []  # rank 2 is missing
+    (agreed,) = table.submit(2, [one("a")])
+    assert (agreed.key, agreed.error, agreed.zeros) == ("a", "", None)
+
+
 def test_two_joins_in_a_row() -> None:
     table = Negotiation(2, name)
     for first, last in ((0, 1), (1, 0)):

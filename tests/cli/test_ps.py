@@ -23,7 +23,7 @@ from mpitrain.cli import main
 from mpitrain.launch.jobs import RunningJob
 
 SCRIPT = """
-import pathlib, sys, time
+import pathlib, signal, sys, time
 import numpy
 import mpitrain as mt
 world = mt.init()
@@ -33,8 +33,14 @@ class Halt(mt.Hook):  # in the third step; its loss is 1/2 on every rank
     def after_step(self, trainer, step):
         if step.number == 3:
             trainer.report({"norm": 0.25})
+            signal.signal(signal.SIGTERM, self.end)
             pathlib.Path(sys.argv[1], f"ready.{world.rank}").touch()
             time.sleep(1000)
+
+    def end(self, *_):
+        time.sleep(0.5)
+        pathlib.Path(sys.argv[1], f"ended.{world.rank}").touch()
+        sys.exit(143)
 
 def loss(parameters, batch, on_gradient):
     on_gradient("w", parameters["w"])
@@ -101,6 +107,8 @@ def test_a_job_is_listed_and_ended_by_its_id(launcher: subprocess.Popen[str], tm
     assert (job.code, job.stdout) == (0, f"job {token} has ended on {socket.gethostname()}\n"), job.output
     assert launcher.wait(HANG_SECONDS) == 128 + signal.SIGTERM
     assert line_of(tmp_path) is None
+    # The launcher has passed the signal on, and nobody has killed the ranks meanwhile.
+    assert {path.name for path in tmp_path.glob("ended.*")} == {"ended.0", "ended.1"}
 
 
 def test_a_job_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -264,6 +265,19 @@ def test_what_the_launcher_saw() -> None:
 def test_the_code_of_an_exit_is_the_jobs() -> None:
     failed = RankRecord(1, FAILED, error="left with exit code 3 (train.py:9)", failed_seconds=9.0)
     assert exit_code(Ended(1, failed=failed), 1, "h{}".format, told=0, has_left=False) == 3
+
+
+@pytest.mark.parametrize(
+    ("seen", "has_left", "code"),
+    [
+        ({}, False, 0),
+        ({"missing": (1,)}, False, 1),  # MPICH's mpiexec returns 0 after os._exit(0) of a rank, and ends the others
+        ({"failed": RankRecord(1, FAILED, error="ValueError: x", failed_seconds=9.0)}, False, 1),
+        ({}, True, 1),
+    ],
+)
+def test_mpiexec_returns_0_for_a_job_that_did_not_do_its_work(seen: dict[str, Any], has_left: bool, code: int) -> None:
+    assert exit_code(Ended(0, **seen), 0, "h{}".format, told=0, has_left=has_left) == code
 
 
 @pytest.mark.parametrize(

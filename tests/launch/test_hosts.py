@@ -72,6 +72,9 @@ def test_from_beside_its_hosts_and_on_some_of_them(folder: Path) -> None:
     placement = place_ranks("b,c", None, None, 1)
     assert (ranks(placement), placement.own) == ({"b": 1, "c": 1}, "a")
     assert set(placement.addresses) == {"a", "b", "c"}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:  # b and c cannot reach 127.0.0.2
+        way.connect(("198.51.100.2", 1))
+        assert placement.addresses["a"] == way.getsockname()[0]
     placement = place_ranks("a:2,b:2,c:2", None, 3, None)  # hosts that need not be filled are left out
     assert (ranks(placement), set(placement.addresses)) == ({"a": 2, "b": 1}, {"a", "b"})
     assert place_ranks("a:2,no-such-host.invalid:2", None, 2, None).is_here

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from mpitrain.launch.placement import Place
-from mpitrain.launch.reports import HostClock, HostReport, Phases
+from mpitrain.launch.reports import HostClock, HostReport, Phases, Said
 from mpitrain.launch.watched import Stalls, WatchedJob
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, FAILED, PARTED, PHASES, STARTED, WAITS, WORKS, RankRecord
-from mpitrain.watching.view import RankView
+from mpitrain.watching.view import RankView, to_json
 
 
 def test_who_is_missing() -> None:
@@ -34,6 +34,21 @@ def test_who_is_missing() -> None:
     phases.add(RankRecord(2, PARTED), 3.0)
     phases.add(RankRecord(9, PARTED), 3.0)
     assert phases.missing(set()) == []
+
+
+@pytest.mark.parametrize("neighbour_first", [True, False])
+def test_who_failed_first(neighbour_first: bool) -> None:
+    """By time; but a rank whose neighbour has gone, and which may say so before that one says why, is not the first."""
+    gone = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:10437"
+    said = Said(["a", "b"])
+    assert said.failed() is None
+    first, other = (gone, "ValueError: 1") if neighbour_first else ("ValueError: 1", "ValueError: 2")
+    for host, rank, error, seconds in (("a", 0, first, 4.0), ("b", 1, other, 5.0)):
+        view = RankView(RankRecord(rank, FAILED, error=error, failed_seconds=seconds), 100 + rank)
+        said.take(host, {"ranks": [to_json(view)]}, 6.0, 6.0)
+    failed = said.failed()
+    assert failed is not None
+    assert (failed.rank, failed.error) == (int(neighbour_first), "ValueError: 1")
 
 
 def test_a_phase_between_two_looks_was_passed_too() -> None:

@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[Callable[[], Strategy], int, int, float]] = {
     "diloco": (lambda: DiLoCo(EVERY, outer=SGD(OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)), 1, 0, 0.0),
     "parts": (lambda: streaming(4, 0, 0.0), 4, 0, 0.0),
     "one late": (lambda: streaming(1, 1, 0.25), 1, 1, 0.25),
-    "parts, late": (lambda: streaming(3, 2, 0.5), 3, 2, 0.5),
+    "parts, late": (lambda: streaming(3, 2, 0.25), 3, 2, 0.25),
     "parts, as late as possible": (lambda: streaming(2, EVERY, 0.0), 2, EVERY, 0.0),
 }
 # Of the others, CI has what they are made of.

@@ -101,6 +101,23 @@ def test_a_rank_asks_for_its_own_samples_only(world: World) -> None:
     assert [number for number in table.asked if number not in set(mine)][extra:] == []
 
 
+def test_what_servers_have_left_over_comes_first_in_batches_of_its_own(world: World) -> None:
+    """A place of more samples than a batch is read to its end, and the next place begins a batch."""
+    batch = world.size + 1
+    data = ArrayData(world, (numpy.arange(10 * batch),), global_batch=batch, shuffle=False)
+    cursor = 6 * batch
+    left = [[0, 1, 2 * batch], [0, 3 * batch, 3 * batch + 1]]
+    data.restore({**data.state(), "cursor": cursor, "left": left})
+    found = []
+    for _ in range(4):
+        (own,), _ = next(data)
+        found.append([int(number) for of_rank in world.allgather(own.tolist()) for number in of_rank])
+    expected = [(1, batch + 1), (batch + 1, 2 * batch), (3 * batch, 3 * batch + 1), (cursor, cursor + batch)]
+    assert found == [list(range(begin, end)) for begin, end in expected]
+    assert data.state()["cursor"] == cursor + batch
+    assert "left" not in data.state()
+
+
 def test_arrays_in_files_are_those_in_memory(world: World, shared: Path) -> None:
     x, y = samples_of(70)
     if world.is_root:

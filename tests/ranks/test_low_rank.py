@@ -146,6 +146,17 @@ def test_after_a_gradient_of_0_the_factors_are_those_of_a_first_step(alone: Worl
     assert summed(alone, numpy.zeros(COUNT), one).flat.tobytes() == summed(alone, one).flat.tobytes()
 
 
+def test_after_a_reset_it_is_a_first_step(alone: World) -> None:
+    """The residuals and the factors belong to a step that was not made."""
+    exchange = LowRankExchange(alone, "power_sgd:2")
+    slot = exchange.allocate(COUNT, FLOAT32, tensors=TENSORS)
+    for step in (1, 0):
+        exchange.reset()
+        slot.flat[:] = inputs(alone.rank, step)
+        exchange.mean(slot, slice(None), 1.0).wait()
+    assert slot.flat.tobytes() == summed(alone, inputs(alone.rank, 0)).flat.tobytes()
+
+
 def test_what_is_sent_as_it_is(alone: World) -> None:
     """A part of a tensor."""
     slot = summed(alone, inputs(alone.rank, 0), part=slice(3, 1000))

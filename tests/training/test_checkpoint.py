@@ -22,6 +22,7 @@ from mpitrain.errors import CheckpointError
 from mpitrain.state import latest, load, save, tensors
 from mpitrain.state.manifest import File, Manifest, read_manifest
 from mpitrain.state.names import join, split
+from mpitrain.state.resume import part_name, read_part
 from mpitrain.state.store import TENSORS, entries, half_written, prune, verify, write
 from mpitrain.training.hooks.checkpoint import BackgroundWriter, HostCopies
 
@@ -32,6 +33,17 @@ def names_in(directory: Path) -> list[str]:
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.lists(st.integers())
 NESTED = st.recursive(VALUES, lambda inner: st.dictionaries(st.text(), inner, min_size=1), max_leaves=8)
+
+
+def test_the_part_of_another_training_is_not_read(tmp_path: Path) -> None:
+    """An earlier training in this directory had as many ranks, and its last parts were of the same step."""
+    for rank, run in ((0, "this"), (1, "earlier")):
+        content = {"residual/w": numpy.full(2, rank, "f4")}
+        write(tmp_path, part_name(7, rank, 2), Manifest(7, run=run), content)
+    manifest = Manifest(7, run="this", parts=2)
+    assert read_part(tmp_path, manifest, 0)["residual"]["w"].tolist() == [0, 0]
+    with pytest.raises(CheckpointError, match="part-1-of-2 belongs to another training than the checkpoint of that"):
+        read_part(tmp_path, manifest, 1)
 
 
 @given(st.dictionaries(st.text(), NESTED, min_size=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import closing
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import mpitrain as mt
 from keeping import keeper
 from mpitrain.launch.kept import KeeperLine
+from mpitrain.state import memory_slot
 from mpitrain.state.copies import KeptCopies, part_name, slots_of, state_name
 from mpitrain.state.memory_slot import MemorySlot, read_copy
 from mpitrain.state.names import split
@@ -57,6 +59,24 @@ def test_a_step_that_is_copied_again(copies_before: int, growth: int) -> None:
             assert before.items() <= found.items()
             before = {max(found): factor}
         copies._let_go()
+
+
+def test_a_copy_that_is_being_written_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer may be killed at any array. Whoever has the memory must not find the header of the copy before."""
+    slot, found = MemorySlot(), []
+
+    def copy_to_host(value: Any, host: numpy.ndarray) -> None:
+        seen = MemorySlot(os.dup(slot.descriptor))
+        found.append((seen.step, seen.version))
+        seen.close()
+        host[...] = value
+
+    monkeypatch.setattr(memory_slot, "copy_to_host", copy_to_host)
+    for step in (3, 4):
+        slot.write(step, 1, 1, *split({"v": numpy.full(2, step), "w": numpy.full(3, step)}))
+        assert slot.version == (step, 1)
+    assert found == [(0, (0, 0))] * 4
+    slot.close()
 
 
 def test_an_edition_that_is_not_complete() -> None:
