@@ -11,7 +11,7 @@ const FLAG = 15;  // pixels of the row with the labels of events
 const NEAR = 24;  // so far a label may be from its line
 const BAND = {label: "", class: "band", width: 0, points: {show: false}, cursor: {show: false}};
 // A flag has room for a few words, so the first ones must say what was done.
-const brief = (text) => text.replace(/^the learning rate is multiplied by ([^,]+).*/, "rate × $1").replace(/^the training is /, "");
+export const brief = (text) => text.replace(/^the learning rate is multiplied by ([^,]+).*/, "rate x $1").replace(/^the training is /, "");
 const KINDS = {fault: "--bad", order: "--link"};  // of marks
 
 const COLORS = 8;

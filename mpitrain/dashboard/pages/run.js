@@ -20,7 +20,7 @@ const place = (name) => document.getElementById(name);
 const grid = new Grid(place("grid"));
 const charts = new Charts(base, fail);
 const files = new Files(`${base}/files`, (answer) => { checkpoints = answer.folders.flatMap((one) => one.checkpoints.map((saved) => ({...saved, folder: one.folder}))); showTop(); });
-let events = [], rows = -1, commands = null, output = null, last = null, before = null, checkpoints = null, role = "viewer";
+let events = [], names = [], rows = -1, commands = null, output = null, last = null, before = null, checkpoints = null, role = "viewer";
 
 // A job that had no record when this page was opened has one: its page has the charts, and lasts.
 function hasMoved(run) {
@@ -118,14 +118,19 @@ async function load() {
   showAll(answer);
   show("about", html`<${About} of=${answer.document} />`);
   rows = answer.run.rows;
-  await charts.take(answer.names, events, answer.run.last);
+  names = answer.names;
+  await charts.take(names, events, answer.run.last);
 }
 
 listen(`/api/stream?run=${encodeURIComponent(id)}`, (message) => {
   if (!message.run) { place("state").textContent = "its record and its job have gone"; return; }
   if (hasMoved(message.run)) return;
   showAll({document: last?.document, ...message});
-  if (message.run.rows !== rows || message.run.state === "done") { rows = message.run.rows; load().catch(fail); }
+  if (message.run.rows === rows && message.run.state !== "done") return;
+  rows = message.run.rows;
+  // Most new rows change only the curves. To ask for all of the run each time would cost a viewer twice as much.
+  const isKnown = message.run.state !== "done" && message.numEvents === events.length && message.names.join("\n") === names.join("\n");
+  (isKnown ? charts.take(names, events, message.run.last) : load()).catch(fail);
 });
 function fail(error) { place("problem").textContent = error.message; place("problem").hidden = false; }
 async function look() { before = await get(`${base}/before`); showTop(); }
