@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.launch.hearing import send
-from mpitrain.launch.kept import KeeperLine, Kept
+from mpitrain.launch.kept import KeeperLine, Kept, drop
 from mpitrain.launch.processes import launcher_pid
 
 _SSH = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ControlPath=none")
@@ -205,16 +205,6 @@ class HeldMemory:
             with contextlib.suppress(OSError):
                 self._line.drop()
             self.leave()
-
-
-def drop(name: str) -> None:
-    """End the keeper that has the name, if there is one: its launcher has given it up, and what it holds is older."""
-    with contextlib.suppress(OSError):
-        line = KeeperLine(name)
-        try:
-            line.drop()
-        finally:
-            line.close()
 
 
 def _leave_the_agent(kept: Kept) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 from mpitrain.context import RANK_VARIABLES, JobContext
 from mpitrain.launch.control import ask
 from mpitrain.launch.hearing import send
-from mpitrain.launch.kept import KEEPER_PREFIX, KeeperLine
+from mpitrain.launch.kept import KEEPER_PREFIX, KeeperLine, drop
 from mpitrain.launch.processes import command_line, launcher_pid, read, ticks
 from mpitrain.reading import message_of, whole
 from mpitrain.watching.rank_record import RankRecord, read_record
@@ -101,11 +101,8 @@ def kept() -> list[dict[str, Any]]:
     kept_here = []
     for name in _keepers():
         with contextlib.suppress(OSError, ValueError, KeyError):  # it has just ended, or is of another user
-            line = KeeperLine(name)
-            try:
+            with contextlib.closing(KeeperLine(name)) as line:
                 about, text = line.estate()
-            finally:
-                line.close()
             if text:
                 estate = message_of(text)
                 is_launched = launcher_pid(estate["launcher"]) is not None
@@ -139,8 +136,9 @@ def end(token: str, *, keeps: bool = False) -> dict[str, Any]:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
         left = _pids(token)
-    if not keeps:
-        _drop(token)
+    for one in [] if keeps else kept():
+        if token in one["estate"]["tries"] and "lost_ms" in one:
+            drop(one["keeper"])
     return {"ended": named, "left": [[pid, command_line(pid)] for pid in left]}
 
 
@@ -157,17 +155,6 @@ def change(token: str, wish: dict[str, Any]) -> dict[str, Any]:
         tries = [one for one in kept() if token in one["estate"]["tries"] and one["is_launched_here"]]
         launchers = {one["estate"]["launcher"] for one in tries}
     return ask(launchers.pop(), wish) if launchers else {}
-
-
-def _drop(token: str) -> None:
-    for one in kept():
-        if token in one["estate"]["tries"] and "lost_ms" in one:
-            with contextlib.suppress(OSError):
-                line = KeeperLine(one["keeper"])
-                try:
-                    line.drop()
-                finally:
-                    line.close()
 
 
 def _keepers() -> list[str]:
