@@ -29,8 +29,9 @@ from mpitrain.context import RANK_VARIABLES, JobContext
 from mpitrain.launch.control import ask
 from mpitrain.launch.hearing import send
 from mpitrain.launch.kept import KEEPER_PREFIX, KeeperLine, drop
-from mpitrain.launch.processes import command_line, launcher_pid, read, ticks
+from mpitrain.launch.processes import command_line, launcher_pid, ticks
 from mpitrain.reading import message_of, whole
+from mpitrain.watching.proc import opened, read
 from mpitrain.watching.rank_record import RankRecord, read_record
 from mpitrain.watching.served_record import read_served
 from mpitrain.watching.view import RankView, process_state, to_json, waited
@@ -181,7 +182,7 @@ def _is_mine(entry: str) -> bool:
 
 
 def _view(rank: int, pid: int) -> RankView:
-    records = (read_record(path, rank) for path in _files(pid))
+    records = (read_record(path, rank) for path, _ in opened(pid))
     record = next((record for record in records if record is not None), RankRecord(rank, pid=pid))
     now = time.monotonic()
     doing = now - record.since if record.since else 0.0
@@ -191,18 +192,10 @@ def _view(rank: int, pid: int) -> RankView:
 def served(pid: int) -> dict[str, Any]:
     """Return what a server says of its workers."""
     try:
-        facts = next((facts for facts in map(read_served, _files(pid)) if facts is not None), {})
+        facts = next((facts for path, _ in opened(pid) if (facts := read_served(path)) is not None), {})
     except ValueError as error:
         return {"damaged": str(error)}
     return {**facts, "seconds": time.monotonic() - facts["at"]} if facts else {}
-
-
-def _files(pid: int) -> list[str]:
-    """Return the paths of what a process has open."""
-    try:
-        return [f"/proc/{pid}/fd/{entry}" for entry in os.listdir(f"/proc/{pid}/fd")]  # noqa: PTH208
-    except OSError:  # the process has just ended: gone, or a zombie, whose folder is root's
-        return []
 
 
 def _script(pid: int) -> list[str]:
