@@ -184,7 +184,7 @@ class SlowRanks:
 
 
 class WatchedJob:
-    """The job as run_job needs it.
+    """The job as a Run needs it.
 
     Attributes:
         path: the roll call.
