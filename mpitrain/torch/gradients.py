@@ -353,10 +353,11 @@ class Gradients:
         frozen = [set(note.frozen) for note in notes]
         partly = frozen[0].union(*frozen) - frozen[0].intersection(*frozen)
         if partly:
+            where = ", ".join(self._world.name(rank) for rank, names in enumerate(frozen) if names & partly)
             raise everywhere(
                 GradientError(
-                    f"{', '.join(sorted(partly))} has requires_grad=False on some ranks and not on others, so "
-                    "the mean of its gradient is not over all samples. Freeze a parameter on all ranks, "
+                    f"{', '.join(sorted(partly))} has requires_grad=False on some ranks ({where}) and not on others, "
+                    "so the mean of its gradient is not over all samples. Freeze a parameter on all ranks, "
                     "before the same batch"
                 )
             )

@@ -69,7 +69,7 @@ class Outcomes:
 OUTCOMES = Outcomes()
 
 
-# All ranks look at the same time, which costs a message of 40 bytes each.
+# All ranks look at the same time, which costs a message of 48 bytes each.
 _LOOK_SECONDS = 0.25
 _NAP_SECONDS = 0.02
 

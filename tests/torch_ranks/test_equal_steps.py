@@ -202,6 +202,8 @@ def test_refused_on_all_ranks(world: World, kind: str, name: str) -> None:
     error = GradientError if step is frozen else MismatchError
     found = error_on_all(world, error, lambda: train(world, kind, step))
     assert text in found, found
+    if step is frozen:
+        assert f"on some ranks (rank {world.size - 1} on " in found, found
 
 
 # -- what is right ---------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ _REPAIRS = ("majority", "root")
 class CompareReplicas(Hook):
     """Compare a hash of all parameters over the ranks, every `steps` steps and after the last step (monitor.md).
 
-    The comparison takes one pass over the parameters and one agreement of 40 bytes a rank. Parameters on a GPU are
+    The comparison takes one pass over the parameters and one agreement of 48 bytes a rank. Parameters on a GPU are
     copied to the CPU first. Every flipped bit is found; with ShardedSync, only one that flips after the step
     (docs/how-to/large-models.md). The optimizer's state is not compared: an error in it becomes an error in the
     parameters with the next step, which ShardedSync spreads to all ranks. The parameters of all ranks must be bitwise
