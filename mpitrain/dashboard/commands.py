@@ -17,10 +17,10 @@ from typing import Any
 from mpitrain.dashboard.shared_answers import in_thread
 from mpitrain.dashboard.shown_jobs import ShownJob
 from mpitrain.errors import ConfigError, DataError, LaunchError
-from mpitrain.launch.control import ask
+from mpitrain.launch.control import ask, socket_of
 from mpitrain.launch.hosts import place_ranks
 from mpitrain.launch.jobs import end_job
-from mpitrain.launch.live_jobs import output_of, socket_of
+from mpitrain.launch.live_jobs import output_of
 from mpitrain.launch.processes import launcher_pid
 from mpitrain.launch.record_end import OUTPUT
 from mpitrain.launch.roster import NOT_TOLD

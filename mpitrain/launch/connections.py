@@ -45,6 +45,7 @@ COMMON = (
     "facts",
     "reading",
     "context",
+    "watching.proc",
     "watching.sockets",
     "watching.rank_facts",
     "watching.rank_record",

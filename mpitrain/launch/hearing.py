@@ -13,6 +13,7 @@ import select
 import struct
 import termios
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,6 @@ class Hearing:
         """
         self._silence_seconds, self._last = silence_seconds, last
         self._silent = 0.0
-        self._is_over = threading.Event()
         threading.Thread(target=self._count, name="hearing", daemon=True).start()
 
     def is_lost(self, *, has_come: bool) -> bool:
@@ -47,17 +47,12 @@ class Hearing:
             self._silent = 0.0
         return 0 < self._silence_seconds < self._silent
 
-    def close(self) -> None:
-        """Stop listening."""
-        self._is_over.set()
-
     def _count(self) -> None:
         unread, stuck = 0, 0.0
         line = select.poll()
         line.register(0, select.POLLHUP)
         while stuck <= STUCK_SECONDS:
-            if self._is_over.wait(_TICK_SECONDS):
-                return
+            time.sleep(_TICK_SECONDS)
             now = _unread()
             self._silent = 0.0 if now > unread else self._silent + _TICK_SECONDS
             unread = now

@@ -18,8 +18,9 @@ from typing import Any
 
 from mpitrain.context import IMPORTS, LAUNCHER, OF_MPIEXEC, PREFIX, WARM, WARM_LINE, WARM_ROOM
 from mpitrain.launch.hearing import send
-from mpitrain.launch.processes import Marked, end_with_agent, read
+from mpitrain.launch.processes import Marked, end_with_agent
 from mpitrain.reading import message_of
+from mpitrain.watching.proc import opened, read
 
 _ROOM_BYTES = 512
 _TAIL_BYTES = 4096
@@ -90,18 +91,16 @@ class Holder:
             variables = read(f"/proc/{entry}/environ").split(b"\0") if entry.isdigit() else []
             if self._mark not in variables:
                 continue
-            with contextlib.suppress(OSError):  # it has just ended
-                for number in os.listdir(f"/proc/{entry}/fd"):  # noqa: PTH208
-                    path = f"/proc/{entry}/fd/{number}"
-                    if os.readlink(path).startswith(f"/memfd:{IMPORTS} "):  # noqa: PTH115
-                        listed = os.open(path, os.O_RDONLY)
-                        try:
-                            self._start(variables, listed)
-                        except (OSError, subprocess.SubprocessError) as error:
-                            self._give_up(f"ranks start cold: no warm interpreter can be started: {error}")
-                        finally:
-                            os.close(listed)
-                        return
+            listing = next((path for path, what in opened(int(entry)) if what.startswith(f"/memfd:{IMPORTS} ")), "")
+            with contextlib.suppress(OSError):  # there is none, or it has just ended
+                listed = os.open(listing, os.O_RDONLY)
+                try:
+                    self._start(variables, listed)
+                except (OSError, subprocess.SubprocessError) as error:
+                    self._give_up(f"ranks start cold: no warm interpreter can be started: {error}")
+                finally:
+                    os.close(listed)
+                return
 
     def _start(self, variables: list[bytes], listed: int) -> None:
         wanted, self._wanted = self._wanted or {}, None

@@ -25,11 +25,12 @@ from mpitrain.launch.hearing import send
 from mpitrain.launch.host_ranks import HostRanks
 from mpitrain.launch.load import Load
 from mpitrain.launch.memory_kills import MemoryKills, why_bus_error
-from mpitrain.launch.processes import Marked, command_line, read, remove
+from mpitrain.launch.processes import Marked, command_line, remove
 from mpitrain.launch.shared_files import SharedFiles, remove_of_ranks
 from mpitrain.reading import whole
 from mpitrain.watching.census import Census
 from mpitrain.watching.flight_recorder import asked_calls, recorder_prefix, remove_written, written_calls
+from mpitrain.watching.proc import read
 from mpitrain.watching.rank_record import RankRecord
 from mpitrain.watching.view import RankView, look_at, process_state, state_of, to_json
 

@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.launch.hearing import send
-from mpitrain.launch.kept import KeeperLine, Kept
+from mpitrain.launch.kept import KeeperLine, Kept, drop
 from mpitrain.launch.processes import launcher_pid
+from mpitrain.watching.proc import opened
 
 _SSH = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ControlPath=none")
 # Not at once: if only the agent was killed, the launcher sends another one, which takes seconds on a busy host.
@@ -207,16 +208,6 @@ class HeldMemory:
             self.leave()
 
 
-def drop(name: str) -> None:
-    """End the keeper that has the name, if there is one: its launcher has given it up, and what it holds is older."""
-    with contextlib.suppress(OSError):
-        line = KeeperLine(name)
-        try:
-            line.drop()
-        finally:
-            line.close()
-
-
 def _leave_the_agent(kept: Kept) -> None:
     """Hold nothing open of the agent that has forked this process: others wait for its end."""
     gc.freeze()  # what the agent has left would close files of this process
@@ -278,12 +269,11 @@ def _say(kept: Kept) -> None:
 def _room(pids: list[int]) -> dict[str, Any]:
     """What these ranks hold, and what is free."""
     anonymous = sum(_kilobytes(f"/proc/{pid}/status", "RssAnon") for pid in pids)
-    links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").glob("*")]
     return {
         "num_ranks": len(pids),
         "held_bytes": 1024 * anonymous,
         "free_bytes": 1024 * _kilobytes("/proc/meminfo", "MemAvailable"),
-        "has_gpu": any(_target(link).startswith("/dev/nvidia") for link in links),
+        "has_gpu": any(what.startswith("/dev/nvidia") for pid in pids for _, what in opened(pid)),
     }
 
 
@@ -293,9 +283,3 @@ def _kilobytes(path: str, name: str) -> int:
             if line.startswith(f"{name}:"):
                 return int(line.split()[1])
     return 0
-
-
-def _target(link: Path) -> str:
-    with contextlib.suppress(OSError):  # closed meanwhile
-        return os.readlink(link)  # noqa: PTH115 (Path.readlink is of Python 3.9)
-    return ""

@@ -271,6 +271,12 @@ class Kept:
             os.close(descriptor)
 
 
+def drop(name: str) -> None:
+    """End the keeper that has the name, if there is one: its launcher has given it up, and what it holds is older."""
+    with contextlib.suppress(OSError), contextlib.closing(KeeperLine(name)) as line:
+        line.drop()
+
+
 class KeeperLine:
     """A line to the keeper of this host: of a rank, of the agent, or of a command.
 

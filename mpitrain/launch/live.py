@@ -2,6 +2,9 @@
 
 agents ─> reports ─> one answer for all whose look is due ─> watchers, each as fast as it reads
 
+Who tells the job something (control.py) comes to this socket too. A thread answers each, because an answer may take a
+minute.
+
 A thread serves the socket. It never waits for a watcher, and sleeps while there is none. It asks the agents to look
 more often, again every second; agents that are not asked any more go back to one look a second.
 """
@@ -14,16 +17,17 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from mpitrain.errors import LaunchError
+from mpitrain.launch.control import VERSION, socket_of
 from mpitrain.launch.job_logs import LOGS
-from mpitrain.launch.live_jobs import live_folder, socket_of
-from mpitrain.launch.live_picture import VERSION, is_over
+from mpitrain.launch.live_jobs import live_folder
+from mpitrain.launch.live_picture import is_over
 from mpitrain.launch.live_watcher import LiveWatcher
 from mpitrain.launch.log import KEPT, Wanted, noted, say
 from mpitrain.launch.processes import launcher_name
@@ -40,6 +44,9 @@ _LAST_SECONDS = 0.3
 _PAUSE_SECONDS = 0.2
 _END_SECONDS = 5.0
 _TRIES = 10
+# Of those who tell the job something: how many at once, how long each may take to read its answer, and how long they
+# have at the end of the job to hear of it.
+_MOST_TELLERS, _TELLER_SECONDS, _LAST_TELLER_SECONDS = 32, 5.0, 1.5
 
 
 class Watchable(Protocol):
@@ -78,6 +85,8 @@ class Live:
         self._ended: dict[str, Any] | None = None
         self.why = ""
         self._watchers: set[LiveWatcher] = set()
+        self._tell: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+        self._tellers: list[threading.Thread] = []
         self._asked_at = 0.0  # when the agents were asked to look more often
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -93,6 +102,7 @@ class Live:
             self._listener = _listen(self._path)
         except (LaunchError, OSError) as error:
             say(f"this job cannot be watched (mpitrain top): {error}")
+            say(f"nobody can tell this job anything (mpitrain tell, scale): {error}")
         else:
             self._thread = threading.Thread(target=self._run, name="live", daemon=True)
             self._thread.start()
@@ -115,6 +125,21 @@ class Live:
         self._wake.close()
         self._woken.close()
         LOGS.close(self._ended or {})
+
+    @contextmanager
+    def telling(
+        self, tell: Callable[[Mapping[str, Any]], Mapping[str, Any]], close: Callable[[], None]
+    ) -> Iterator[None]:
+        """Inside, `tell` answers what the job is told, each in a thread. `close` has those that wait answer now."""
+        self._tell = tell
+        try:
+            yield
+        finally:
+            self._tell = None
+            close()
+            deadline = time.monotonic() + _LAST_TELLER_SECONDS
+            for one in list(self._tellers):
+                one.join(max(0.0, deadline - time.monotonic()))
 
     @contextmanager
     def showing(self, token: str, new: Watchable) -> Iterator[None]:
@@ -196,6 +221,8 @@ class Live:
                     key.fileobj.flush()
                 if events & selectors.EVENT_READ:
                     key.fileobj.receive(time.monotonic())
+                if key.fileobj.wish is not None:
+                    self._hand_over(ways, key.fileobj)
 
     def _accept(self, ways: selectors.BaseSelector) -> None:
         assert self._listener is not None
@@ -216,6 +243,18 @@ class Live:
         ways.register(watcher, selectors.EVENT_READ)
         if len(self._watchers) > _MOST_WATCHERS:
             watcher.refuse(f"{_MOST_WATCHERS} others watch this job, which is the limit", now)
+
+    def _hand_over(self, ways: selectors.BaseSelector, teller: LiveWatcher) -> None:
+        """Have a thread answer; if there are too many, or the job is over, hang up."""
+        ways.unregister(teller)
+        self._watchers.remove(teller)
+        self._tellers = [one for one in self._tellers if one.is_alive()]
+        if self._tell is None or len(self._tellers) >= _MOST_TELLERS:
+            teller.close()
+            return
+        thread = threading.Thread(target=_answer, args=(teller, self._tell), name="teller", daemon=True)
+        thread.start()
+        self._tellers.append(thread)
 
     def _look(self, now: float) -> float | None:
         """Send the looks that are due. Return for how long nothing is to be done; None: until somebody comes."""
@@ -307,6 +346,15 @@ class Live:
         if fault != self._fault:
             self._fault = fault
             say(fault)
+
+
+def _answer(teller: LiveWatcher, tell: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    with teller.line as line:
+        try:
+            line.settimeout(_TELLER_SECONDS)
+            line.sendall(json.dumps({"version": VERSION, "answer": tell(teller.wish or {})}).encode() + b"\n")
+        except Exception as error:  # nobody looks at a thread's error, and the next request may be answered
+            say(f"a request of `mpitrain tell` or `scale` could not be answered: {error!r}")
 
 
 def _attend(ways: selectors.BaseSelector, watcher: LiveWatcher) -> None:

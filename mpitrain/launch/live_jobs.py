@@ -20,15 +20,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mpitrain.errors import LaunchError
-from mpitrain.facts import OF_SOCKETS
-from mpitrain.launch.live_picture import VERSION, of_ranks
+from mpitrain.launch.control import SUFFIX, VERSION, folder_of_sockets
+from mpitrain.launch.live_picture import of_ranks
 from mpitrain.launch.processes import launcher_pid
 from mpitrain.launch.roster import jobs
 from mpitrain.reading import MessageLines, shown, shown_text
 from mpitrain.watching.sockets import user_of
 from mpitrain.watching.view import from_json
-
-_SUFFIX = ".live"
 
 
 def live_folder(*, make: bool = False) -> Path | None:
@@ -37,7 +35,7 @@ def live_folder(*, make: bool = False) -> Path | None:
     Raises:
         LaunchError: the folder is not this user's alone, so who can read or replace what is in it is not known.
     """
-    folder = _folder()
+    folder = folder_of_sockets()
     if make:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -56,14 +54,9 @@ def live_folder(*, make: bool = False) -> Path | None:
     return folder
 
 
-def socket_of(launcher: str) -> Path:
-    """Return the path of the socket of a launcher of this user, which roster.launcher_name names."""
-    return _folder() / (launcher.replace(" ", "~") + _SUFFIX)
-
-
 def launcher_of(path: Path) -> str:
     """Return the name of the launcher whose socket this is."""
-    return path.name.removesuffix(_SUFFIX).replace("~", " ")
+    return path.name.removesuffix(SUFFIX).replace("~", " ")
 
 
 def sockets() -> list[Path]:
@@ -74,7 +67,7 @@ def sockets() -> list[Path]:
     """
     folder = live_folder()
     paths = []
-    for path in folder.glob(f"*{_SUFFIX}") if folder is not None else ():
+    for path in folder.glob(f"*{SUFFIX}") if folder is not None else ():
         name = launcher_of(path)
         if launcher_pid(name) is not None or name.partition(" ")[0] != socket.gethostname():
             paths.append(path)
@@ -94,10 +87,6 @@ def _is_closed(path: Path) -> bool:
         except OSError:
             pass
     return False
-
-
-def _folder() -> Path:
-    return Path(OF_SOCKETS, f"mpitrain-live-{os.geteuid()}")
 
 
 def _made(path: Path) -> float:

@@ -12,8 +12,6 @@ from mpitrain.watching.rank_facts import ALWAYS, FACTS, KNOWN, RankFact
 from mpitrain.watching.rank_record import CALLED, STARTED, WAITS, RankRecord
 from mpitrain.watching.view import RankView
 
-VERSION = 1
-
 # The state of a host with a longer silence is unknown.
 _SILENT_SECONDS = 3.0
 # Shorter waits are part of any step.

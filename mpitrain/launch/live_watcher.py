@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import math
 import socket
+from collections.abc import Mapping
 from typing import Any
 
-from mpitrain.launch.live_picture import VERSION
+from mpitrain.launch.control import VERSION
 from mpitrain.launch.log import Wanted
 from mpitrain.reading import json_of, shown
 from mpitrain.watching.ranges import ranks_in
 
 LEAST_SECONDS, MOST_SECONDS = 0.2, 3600.0
-_MOST_BYTES = 1 << 12  # of a request
+_MOST_BYTES = 1 << 17  # of a request, such as a value that the job is told
 _READ_BYTES = 1 << 16
 # After a connection, a request must come within this time; what is to be read must be read within this time.
 _PATIENCE_SECONDS = 10.0
@@ -30,6 +31,7 @@ class LiveWatcher:
         due: when the next look is due, by the clock of the caller; None: none is.
         asked: when it asked for what it has not got yet; None: it has all.
         output: the lines of ranks that it has asked for, instead of looks; None: it has not.
+        wish: what it tells the job, instead (control.py); None: it tells nothing. Who reads this sends the answer.
         hears: more requests may come. Where not, it still gets what it has asked for, once.
         is_closed: it is of no more use.
     """
@@ -41,6 +43,7 @@ class LiveWatcher:
         self.due: float | None = None
         self.asked: float | None = None
         self.output: Wanted | None = None
+        self.wish: Mapping[str, Any] | None = None
         self.hears = True
         self.is_closed = False
         self._is_last = False  # nothing follows what is unsent
@@ -81,7 +84,7 @@ class LiveWatcher:
 
     def _take(self, line: bytes, now: float) -> None:
         try:
-            self.seconds, self.output = _request(line)
+            self.seconds, self.output, self.wish = _request(line)
         except ValueError as fault:
             self.refuse(str(fault), now)
             return
@@ -136,8 +139,9 @@ class LiveWatcher:
         self.line.close()
 
 
-def _request(line: bytes) -> tuple[float | None, Wanted | None]:
-    """Return the seconds of a watch, None for one answer; and which lines of output are wanted instead of a look.
+def _request(line: bytes) -> tuple[float | None, Wanted | None, Mapping[str, Any] | None]:
+    """Return the seconds of a watch, None for one answer; which lines of output are wanted instead of a look; and what
+    the job is told instead.
 
     Raises:
         ValueError: what is wrong with the request, in a sentence.
@@ -154,12 +158,14 @@ def _request(line: bytes) -> tuple[float | None, Wanted | None]:
     if type(version) is not int or version != VERSION:
         raise ValueError(f"the version of the request is {shown(version)}, and this launcher speaks {VERSION}")
     if "watch" in request:
-        return _seconds(request["watch"]), None
+        return _seconds(request["watch"]), None, None
     if "output" in request:
-        return None, _wanted(request["output"])
+        return None, _wanted(request["output"]), None
+    if isinstance(request.get("wish"), dict):
+        return None, None, request["wish"]
     if "look" not in request:
         raise unknown
-    return None, None
+    return None, None, None
 
 
 def _seconds(seconds: Any) -> float:

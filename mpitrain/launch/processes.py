@@ -24,6 +24,7 @@ from pathlib import Path
 
 from mpitrain.context import JOB
 from mpitrain.reading import whole
+from mpitrain.watching.proc import read, stat_of
 
 _KILL_SECONDS = 5.0
 _TRIES, _PAUSE_SECONDS = 10, 0.1
@@ -44,12 +45,8 @@ class Marked:
         for entry in os.listdir("/proc"):  # noqa: PTH208 (names are wanted, many, often)
             if not entry.isdigit():
                 continue
-            stat = read(f"/proc/{entry}/stat")
-            if not stat:
-                continue
-            # "pid (name) state parent ...", where the name may hold spaces and brackets; the seventh are flags.
-            fields = stat.rpartition(b")")[2].split(None, 7)
-            if fields[0] in (b"Z", b"X") or int(fields[6]) & _KERNEL:
+            fields = stat_of(int(entry))
+            if not fields or fields[0] in (b"Z", b"X") or int(fields[6]) & _KERNEL:
                 continue
             children.setdefault(int(fields[1]), []).append(int(entry))
             if self._mark in read(f"/proc/{entry}/environ").split(b"\0"):
@@ -100,26 +97,8 @@ def launcher_pid(name: str) -> int | None:
 
 def ticks(pid: int) -> str:
     """Return when a process began, in ticks since the host's start."""
-    stat = read(f"/proc/{pid}/stat")
-    return stat.rpartition(b")")[2].split()[19].decode() if stat else ""
-
-
-def read(path: str) -> bytes:
-    """Return a file of /proc; empty if the process is gone or belongs to another user."""
-    # An agent reads two for each process of its host, often; Path takes twice as long.
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    parts = []
-    try:
-        while part := os.read(file, 1 << 16):
-            parts.append(part)
-    except OSError:
-        return b""
-    finally:
-        os.close(file)
-    return b"".join(parts)
+    fields = stat_of(pid)
+    return fields[19].decode() if fields else ""
 
 
 def remove(path: str) -> None:
@@ -266,12 +245,8 @@ def _children_by_parent() -> defaultdict[int, list[int]]:
 
 def _parent(pid: int, *, dead_too: bool = False) -> int | None:
     """Return the parent of a process; None if the process is gone, or a zombie (unless `dead_too`)."""
-    stat = read(f"/proc/{pid}/stat")
-    if not stat:
-        return None
-    # "pid (name) state ppid ...", where the name may hold spaces and brackets.
-    state, parent = stat.rpartition(b")")[2].split()[:2]
-    return int(parent) if dead_too or state not in (b"Z", b"X") else None
+    fields = stat_of(pid)
+    return int(fields[1]) if fields and (dead_too or fields[0] not in (b"Z", b"X")) else None
 
 
 def _prctl(option: int, value: int) -> None:

@@ -28,9 +28,10 @@ from typing import Any
 from mpitrain.context import RANK_VARIABLES, JobContext
 from mpitrain.launch.control import ask
 from mpitrain.launch.hearing import send
-from mpitrain.launch.kept import KEEPER_PREFIX, KeeperLine
-from mpitrain.launch.processes import command_line, launcher_pid, read, ticks
+from mpitrain.launch.kept import KEEPER_PREFIX, KeeperLine, drop
+from mpitrain.launch.processes import command_line, launcher_pid, ticks
 from mpitrain.reading import message_of, whole
+from mpitrain.watching.proc import opened, read
 from mpitrain.watching.rank_record import RankRecord, read_record
 from mpitrain.watching.served_record import read_served
 from mpitrain.watching.view import RankView, process_state, to_json, waited
@@ -101,11 +102,8 @@ def kept() -> list[dict[str, Any]]:
     kept_here = []
     for name in _keepers():
         with contextlib.suppress(OSError, ValueError, KeyError):  # it has just ended, or is of another user
-            line = KeeperLine(name)
-            try:
+            with contextlib.closing(KeeperLine(name)) as line:
                 about, text = line.estate()
-            finally:
-                line.close()
             if text:
                 estate = message_of(text)
                 is_launched = launcher_pid(estate["launcher"]) is not None
@@ -139,8 +137,9 @@ def end(token: str, *, keeps: bool = False) -> dict[str, Any]:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
         left = _pids(token)
-    if not keeps:
-        _drop(token)
+    for one in [] if keeps else kept():
+        if token in one["estate"]["tries"] and "lost_ms" in one:
+            drop(one["keeper"])
     return {"ended": named, "left": [[pid, command_line(pid)] for pid in left]}
 
 
@@ -157,17 +156,6 @@ def change(token: str, wish: dict[str, Any]) -> dict[str, Any]:
         tries = [one for one in kept() if token in one["estate"]["tries"] and one["is_launched_here"]]
         launchers = {one["estate"]["launcher"] for one in tries}
     return ask(launchers.pop(), wish) if launchers else {}
-
-
-def _drop(token: str) -> None:
-    for one in kept():
-        if token in one["estate"]["tries"] and "lost_ms" in one:
-            with contextlib.suppress(OSError):
-                line = KeeperLine(one["keeper"])
-                try:
-                    line.drop()
-                finally:
-                    line.close()
 
 
 def _keepers() -> list[str]:
@@ -194,7 +182,7 @@ def _is_mine(entry: str) -> bool:
 
 
 def _view(rank: int, pid: int) -> RankView:
-    records = (read_record(path, rank) for path in _files(pid))
+    records = (read_record(path, rank) for path, _ in opened(pid))
     record = next((record for record in records if record is not None), RankRecord(rank, pid=pid))
     now = time.monotonic()
     doing = now - record.since if record.since else 0.0
@@ -204,18 +192,10 @@ def _view(rank: int, pid: int) -> RankView:
 def served(pid: int) -> dict[str, Any]:
     """Return what a server says of its workers."""
     try:
-        facts = next((facts for facts in map(read_served, _files(pid)) if facts is not None), {})
+        facts = next((facts for path, _ in opened(pid) if (facts := read_served(path)) is not None), {})
     except ValueError as error:
         return {"damaged": str(error)}
     return {**facts, "seconds": time.monotonic() - facts["at"]} if facts else {}
-
-
-def _files(pid: int) -> list[str]:
-    """Return the paths of what a process has open."""
-    try:
-        return [f"/proc/{pid}/fd/{entry}" for entry in os.listdir(f"/proc/{pid}/fd")]  # noqa: PTH208
-    except OSError:  # the process has just ended: gone, or a zombie, whose folder is root's
-        return []
 
 
 def _script(pid: int) -> list[str]:

@@ -62,7 +62,8 @@ class Run:
         self._starter = "mpiexec" if self._has_mpiexec else "the ranks"
         self._names_signals = names_signals(job.mpiexec)
         self._ends_by_sigterm = ends_by_sigterm(job.mpiexec)
-        self._watched, self._job, self._places = watched, job.context.job, job.placement.places
+        self._watched, self._attempt = watched, watched.attempt
+        self._job, self._places = job.context.job, job.placement.places
         self._is_here, self._own, self._host_of = job.placement.is_here, job.placement.own, job.placement.host_of
         self._trouble: list[str] = []  # why the launcher ended the job
         self._printer = Printer(
@@ -224,7 +225,7 @@ class Run:
         if self._signals and self._kill_at == float("inf"):
             name = signal.Signals(self._signals[0]).name
             self._printer.say(f"{name}: ending the job; a second signal kills it at once")
-            self._watched.interrupt()
+            self._attempt.interrupt()
             self._printer.shorten_interrupts()
             self._ranks.send_signal(self._signals[0])
             self._kill_at = time.monotonic() + GRACE_SECONDS
@@ -234,7 +235,7 @@ class Run:
     def _end(self) -> list[str]:
         """Kill what is left, and print the rest of the output. Return the killed processes, one line each."""
         alive = sorted(self._alive())
-        self._watched.look_without_agent(alive)
+        self._attempt.look_without_agent(alive)
         left = [f"{pid} {processes.command_line(pid)}" for pid in alive]
         immortal = processes.kill_all(self._alive)
         beyond = [f"process {pid} could not be killed: {processes.command_line(pid)}" for pid in sorted(immortal)]
@@ -270,19 +271,19 @@ class Run:
 
     def _ended(self, returncode: int, left: list[str]) -> Ended:
         mpiexec_said = self._printer.mpiexec_said.decode(errors="replace")
-        first_ends = self._watched.first_ends()
+        first_ends = self._attempt.first_ends()
         if not self._has_mpiexec:
             first_ends = [end for end in first_ends if end.code != -signal.SIGTERM] or first_ends
         elif self._ends_by_sigterm:
             first_ends = kills_first(first_ends, mpiexec_said)
         else:
-            first_ends = without_ends_by_hydra(first_ends, self._watched.records(), mpiexec_said, returncode)
+            first_ends = without_ends_by_hydra(first_ends, self._attempt.records(), mpiexec_said, returncode)
         ended = Ended(
             returncode,
             is_interrupted=bool(self._signals),
             trouble=tuple(self._trouble),
             lost=tuple(self._watched.lost()),
-            failed=self._watched.failed(),
+            failed=self._attempt.failed(),
             mpiexec_said=mpiexec_said,
             names_signals=self._names_signals,
             mpiexec_signal=0 if self._is_forced or not self._has_mpiexec else -min(0, returncode),
@@ -291,10 +292,10 @@ class Run:
             mpiexec_seconds=self._mpiexec_ended,
             missing=tuple(self._watched.missing()),
             first_ends=tuple(first_ends),
-            records=self._watched.records(),
-            left=self._watched.left(),
-            tracebacks=self._watched.tracebacks(),
-            left_early=tuple(self._watched.left_early()),
+            records=self._attempt.records(),
+            left=self._attempt.left(),
+            tracebacks=self._attempt.tracebacks(),
+            left_early=tuple(self._attempt.left_early()),
         )
         told = self._signals[0] if self._signals else 0
         return replace(ended, code=exit_code(ended, returncode, self._host_of, told=told, has_left=bool(left)))

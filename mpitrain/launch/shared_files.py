@@ -13,7 +13,7 @@ may be between two such steps. A mapped file stays usable, even if its name is r
 A rank of Open MPI keeps its file in a folder of its own while MPI starts (job/segments.py), and removes both then. If
 it is killed before, the folder's name tells whose it is, and nobody holds the folder's lock.
 
-Sent to the agents as text. So this module imports no other module of mpitrain, and must run with old Pythons.
+Sent to the agents as text. So this module imports only a module that comes with it, and must run with old Pythons.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+from mpitrain.watching.proc import opened, stat_of
 
 FOLDER = "/dev/shm"
 # The names that MPI libraries give their files there: MPICH, Open MPI 5 and 4, UCX, Intel MPI.
@@ -192,11 +194,10 @@ def _mapped(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def _opened(pid: int) -> Iterator[tuple[str, int]]:
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
+    for path, what in opened(pid):
+        if what.startswith((OF_DAEMON, f"{FOLDER}/")):
             with contextlib.suppress(OSError):
-                if os.readlink(entry.path).startswith((OF_DAEMON, f"{FOLDER}/")):  # noqa: PTH115 (Path.readlink is of Python 3.9)
-                    yield os.readlink(entry.path), entry.stat().st_ino  # noqa: PTH115
+                yield what, os.stat(path).st_ino  # noqa: PTH116 (called often)
 
 
 def _sessions(pid: int, bases: Iterable[str]) -> Iterator[tuple[str, int]]:
@@ -211,12 +212,8 @@ def _is_alive(pid: int) -> bool:
     A killed process loses its environment before its memory is freed, so processes.py no longer finds it. On a busy
     machine the rest of its exit may take a tenth of a second. It may also be reaped after /proc was listed.
     """
-    try:
-        # "pid (name) state parent group session tty foreground flags ...", where the name may hold spaces and brackets.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return False
-    return not int(fields[6]) & _EXITING
+    fields = stat_of(pid)
+    return bool(fields) and not int(fields[6]) & _EXITING
 
 
 def _session_told(pid: int) -> Iterator[str]:

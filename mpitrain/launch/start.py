@@ -28,6 +28,7 @@ from mpitrain.launch.agents import Agents
 from mpitrain.launch.attempts import Attempts
 from mpitrain.launch.batch import MARKS
 from mpitrain.launch.chosen_mpiexec import chosen_mpiexec
+from mpitrain.launch.control import socket_of
 from mpitrain.launch.dialects import JobSpec
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.events import Limits, Pause
@@ -37,7 +38,6 @@ from mpitrain.launch.job_logs import LOGS
 from mpitrain.launch.keepers import Keepers, new_estate
 from mpitrain.launch.kept import KEEPER_PREFIX
 from mpitrain.launch.live import Live
-from mpitrain.launch.live_jobs import socket_of
 from mpitrain.launch.log import say
 from mpitrain.launch.notify import Notifier
 from mpitrain.launch.orders import Orders
@@ -47,7 +47,7 @@ from mpitrain.launch.processes import launcher_name
 from mpitrain.launch.roster import own_program
 from mpitrain.launch.served import show_sizes
 from mpitrain.launch.successor import Successor
-from mpitrain.launch.supervisor import Supervisor, Tellers
+from mpitrain.launch.supervisor import Supervisor, telling
 from mpitrain.launch.time_limit import TimeUp
 from mpitrain.launch.tuning import glibc_version
 from mpitrain.launch.variables import is_of_login, read_env_file
@@ -307,7 +307,7 @@ def _supervise(
             Supervisor(state, run, keepers, widen=widen, check=check, prepare=prepare, listed=listed, code=time_up.code)
         )
         stack.enter_context(time_up)
-        stack.enter_context(Tellers(orders, supervisor if keepers is not None else None))
+        stack.enter_context(telling(live, orders, supervisor if keepers is not None else None))
         tries = stack.enter_context(Attempts(make, keepers, holders, live))
         return live.end(supervisor.to_end(away))
 

@@ -46,7 +46,7 @@ class Successor:
             make: returns what is to be started; its context names the try that it follows.
             keepers: of the job.
             holders: of the warm interpreters that fork its ranks, if there are any.
-            after: see Tries.after.
+            after: see Attempts.after.
         """
         self.problem = ""
         self.faulty: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Successor:
                 signal.raise_signal(ended.code - 128)
 
     def _go_on(self) -> None:
-        """Have keepers come, then ranks: one login to a host at a time (Tries.run)."""
+        """Have keepers come, then ranks: one login to a host at a time (Attempts.run)."""
         if not self._has_keepers:
             self._has_keepers = True
             self._keepers.widen(self._where.hosts)

@@ -1,7 +1,7 @@
 """Sees a job through from its first attempt to the end of its last one: carries out what the policy says (policy.py).
 
     main thread   attempts, also the one that is prepared beside the present one: it alone starts processes
-    tellers       what `mpitrain tell`, `join` and `leave` ask (control.py); a host that is to join is asked for its
+    tellers       what `mpitrain tell` and `scale` ask (control.py); a host that is to join is asked for its
                   facts first, which takes seconds
     intake        asks the hosts that an elastic job could have (intake.py)
 
@@ -11,27 +11,26 @@ All send events, one at a time. What starts or ends attempts waits for the main 
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch import events, policy
 from mpitrain.launch.changes import FIRST_RUN, is_open
-from mpitrain.launch.control import listen, serve
 from mpitrain.launch.ending import Ended, last_step, why
 from mpitrain.launch.events import Action, Event, FailedAttempt, Find, JobState, Pause, Reply, Start
 from mpitrain.launch.intake import Intake, that_let_in
 from mpitrain.launch.keepers import KEEP_SECONDS, Keepers
 from mpitrain.launch.kept import PREPARES, STAYS
+from mpitrain.launch.live import Live
 from mpitrain.launch.log import say
 from mpitrain.launch.orders import Orders, teller_name
 from mpitrain.launch.placement import Placement
-from mpitrain.launch.processes import launcher_name
 from mpitrain.launch.successor import Successor
 
 _LOOK_SECONDS = 0.2
@@ -268,43 +267,18 @@ def _failure(ended: Ended, placement: Placement, now: float) -> FailedAttempt:
     return FailedAttempt(cause, ended.code, now, first, last_step(ended.records, rank), host, ended.lost, failed_at)
 
 
-_LAST_SECONDS = 1.5
+def telling(live: Live, orders: Orders, supervisor: Supervisor | None) -> AbstractContextManager[None]:
+    """Use this in `with`: inside, requests are answered that come to the socket of the launcher.
 
+    Without `supervisor`, the hosts of the job cannot change.
+    """
 
-class Tellers:
-    """Use this in `with`: inside, requests are answered that come to the socket of the launcher."""
-
-    def __init__(self, orders: Orders, supervisor: Supervisor | None) -> None:
-        """Without `supervisor`, the hosts of the job cannot change."""
-        self._orders, self._supervisor = orders, supervisor
-        self._listener: socket.socket | None = None
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> Tellers:
-        """Open the socket. If that fails, print a warning to stderr: the job does not need it."""
-        try:
-            self._listener = listen(launcher_name(os.getpid()))
-        except OSError as error:
-            say(f"nobody can tell this job anything (mpitrain tell, scale): {error}")
-            return self
-        serves = self._listener, self._answer, self._stop
-        self._thread = threading.Thread(target=serve, args=serves, name="wishes", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._orders.close()
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(_LAST_SECONDS)  # a host may be asked, which takes longer
-        if self._listener is not None:
-            self._listener.close()
-
-    def _answer(self, wish: Mapping[str, Any], user: int) -> Mapping[str, Any]:
+    def answer(wish: Mapping[str, Any]) -> Mapping[str, Any]:
         if "tell" in wish:
-            return self._orders.answer(wish["tell"], teller_name(user, str(wish.get("from", ""))))
-        if self._supervisor is None:
+            return orders.answer(wish["tell"], teller_name(os.geteuid(), str(wish.get("from", ""))))
+        if supervisor is None:
             text = "its hosts cannot change, because no keepers hold its state meanwhile"
             return {"refused": f"{text}; start the job with --max-restarts N"}
-        return self._supervisor.answer(wish)
+        return supervisor.answer(wish)
+
+    return live.telling(answer, orders.close)

@@ -21,7 +21,7 @@ from mpitrain.watching.rank_record import records_of
 from mpitrain.watching.view import RankView, to_json
 
 FACTS_SECONDS = 90.0  # a host must answer within this time, even if it is busy and its disks are slow
-_FACTS_LOOK_SECONDS = 0.005
+_FACTS_LOOK_SECONDS = _ANSWER_LOOK_SECONDS = 0.005
 _LOOK_SECONDS = 3.0
 _PATHS_SECONDS = 6.0
 # While the other hosts report what their ranks do, a host with this much silence is not waited for.
@@ -164,12 +164,10 @@ class AttemptOnHosts(Said):
         for report in self.reports.values():
             report.paths = None
         self._send_all({"paths": paths})
-        deadline = time.monotonic() + _PATHS_SECONDS
-        while time.monotonic() < deadline and self.trouble is None:
-            if all(report.paths is not None for report in self.reports.values()):
-                return all(state == ["there"] for one in self.reports.values() for state in (one.paths or {}).values())
-            time.sleep(0.01)
-        return False
+        self._wait(_PATHS_SECONDS, lambda host, _: self.trouble is None and self.reports[host].paths is None)
+        told = [report.paths for report in self.reports.values()]
+        is_there = all(one is not None and all(state == ["there"] for state in one.values()) for one in told)
+        return is_there and self.trouble is None
 
     def beat_for(self, keepers: Keepers) -> None:
         """Send `keepers` their beats from now on: the ranks of this job are those that train."""
@@ -196,9 +194,7 @@ class AttemptOnHosts(Said):
         for report in self.reports.values():
             report.processes = None
         self._send_all({"processes": 1})
-        deadline = time.monotonic() + _LOOK_SECONDS
-        while time.monotonic() < deadline and any(report.processes is None for report in self.reports.values()):
-            time.sleep(0.05)
+        self._wait(_LOOK_SECONDS, lambda host, _: self.reports[host].processes is None)
 
     def watch(self, seconds: float) -> None:
         """Have the agents report every `seconds` what the ranks do, for some seconds from now. Any thread may call."""
@@ -224,12 +220,9 @@ class AttemptOnHosts(Said):
         for report in self.reports.values():
             report.seen = None
         self._send_all({"look": "all" if is_whole else 1})
-        deadline = time.monotonic() + _LOOK_SECONDS
-        while time.monotonic() < deadline and any(
-            self.reports[host].seen is None and silence(connection) < _SHORT_SILENCE_SECONDS
-            for host, connection in self._connections.items()
-        ):
-            time.sleep(0.02)
+        self._wait(
+            _LOOK_SECONDS, lambda host, one: self.reports[host].seen is None and silence(one) < _SHORT_SILENCE_SECONDS
+        )
         return {
             host: silence(connection)
             for host, connection in self._connections.items()
@@ -250,12 +243,9 @@ class AttemptOnHosts(Said):
         """End the job's processes that remain on every host that can be reached, and receive their last reports."""
         self._send_all({"end": linger_seconds})
         self._sweep(linger_seconds)
-        deadline = time.monotonic() + linger_seconds + END_SECONDS
-        while time.monotonic() < deadline and any(
-            self.reports[host].left is None and self._may_answer(connection)
-            for host, connection in self._connections.items()
-        ):
-            time.sleep(0.005)
+        self._wait(
+            linger_seconds + END_SECONDS, lambda host, one: self.reports[host].left is None and self._may_answer(one)
+        )
 
     def _sweep(self, linger_seconds: float) -> None:
         """Have a new agent in place of each one that was killed, which ends what is left."""
@@ -270,6 +260,12 @@ class AttemptOnHosts(Said):
             new.heard_seconds = time.monotonic() + patience - SILENCE_SECONDS
             self._connections = {**self._connections, host: new}
             self._send(new, {"wish": sweep})
+
+    def _wait(self, seconds: float, waits: Callable[[str, Connection], bool]) -> None:
+        """Wait for so long while one of the hosts is to answer yet."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(waits(host, one) for host, one in self._connections.items()):
+            time.sleep(_ANSWER_LOOK_SECONDS)
 
     def _may_answer(self, connection: Connection) -> bool:
         limit = PATIENCE_SECONDS if connection.host == self._agents.own else SILENCE_SECONDS

@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,10 @@ from mpitrain.launch.placement import Place
 from mpitrain.launch.processes import launcher_name
 from mpitrain.launch.trouble import diagnosis, left_over, misplaced, start_problem
 from mpitrain.launch.watch import AttemptOnHosts
-from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.hang_report import all_wait_in_one, as_stacks_show, has_ended, importing, is_by_design
 from mpitrain.watching.hang_report import report as report_of_waits
 from mpitrain.watching.ranges import rank_ranges
-from mpitrain.watching.rank_record import CALLED, ENDED, FAILED, STARTED, WAITS, RankRecord
+from mpitrain.watching.rank_record import CALLED, ENDED, FAILED, STARTED, WAITS
 from mpitrain.watching.recorded_calls import report_of_calls
 from mpitrain.watching.roll_call import PREFIX
 from mpitrain.watching.view import RankView
@@ -185,7 +184,7 @@ class SlowRanks:
 
 
 class WatchedJob:
-    """The job as run_job needs it.
+    """The job as a Run needs it.
 
     Attributes:
         path: the roll call.
@@ -302,42 +301,10 @@ class WatchedJob:
         """Return the hosts that fell silent."""
         return [host for host, report in self.attempt.reports.items() if report.has_vanished]
 
-    def first_ends(self) -> list[FirstEnd]:
-        """Return the first end on each host, if known, in order of time."""
-        return self.attempt.first_ends()
-
-    def records(self) -> dict[int, RankRecord]:
-        """Return the last record of each rank."""
-        return self.attempt.records()
-
-    def failed(self) -> RankRecord | None:
-        """Return the record of the rank that failed first; None: no rank has failed."""
-        return self.attempt.failed()
-
-    def tracebacks(self) -> dict[int, str]:
-        """Return what the error files of ranks have, by rank."""
-        return self.attempt.tracebacks()
-
-    def left_early(self) -> list[int]:
-        """Return the ranks that never called init(), and have left with code 0."""
-        return self.attempt.left_early()
-
     def recorded(self) -> list[str]:
         """Return what the flight recorders of the ranks said at the end: who had not made which call. After `end`."""
         reports = self.attempt.reports.values()
         return report_of_calls({rank: calls for report in reports for rank, calls in report.recorded.items()})
-
-    def left(self) -> tuple[int, float] | None:
-        """Return the step after which all ranks have left for other hosts, and when; None: they have not."""
-        return self.attempt.left()
-
-    def interrupt(self) -> None:
-        """Take note that a signal to the launcher ends the job."""
-        self.attempt.interrupt()
-
-    def look_without_agent(self, pids: Iterable[int]) -> None:
-        """Read what the ranks among these processes of this host have done, if the agent here was killed."""
-        self.attempt.look_without_agent(pids)
 
     @property
     def is_gone(self) -> bool:

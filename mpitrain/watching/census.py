@@ -28,10 +28,10 @@ import socket
 import struct
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from mpitrain.error_file import WrittenError, read_error
+from mpitrain.watching.proc import stat_of
 from mpitrain.watching.rank_record import FAILED, PARTED, STARTED, RankRecord, read_record, write_order
 from mpitrain.watching.roll_call import listen, open_process, receive, remove_left, when_closed
 from mpitrain.watching.sockets import accepted
@@ -63,7 +63,7 @@ class WatchedProcess:
 
         The record of a zombie has it. Once the parent has asked for it, the descriptor has it (since Linux 6.15).
         """
-        fields = _stat(self.pid)
+        fields = stat_of(self.pid)
         status = None
         if fields and fields[0] == b"Z":
             status = int(fields[_EXIT_CODE_FIELD])
@@ -91,24 +91,15 @@ def _status_of(descriptor: int) -> int | None:
     return int(struct.unpack_from("i", info, _EXIT_CODE_AT)[0]) if told & _INFO_EXIT else None
 
 
-def _stat(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat from the state on: state, parent ..."""
-    try:
-        # "pid (name) state parent ...", where the name may hold spaces and brackets.
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return []
-
-
 def parent_of(pid: int) -> int:
     """Return the parent of a process; 0 if the process is gone."""
-    fields = _stat(pid)
+    fields = stat_of(pid)
     return int(fields[1]) if fields else 0
 
 
 def _began(pid: int) -> bytes:
     """Return when a process began, in ticks; empty if the process has ended."""
-    fields = _stat(pid)
+    fields = stat_of(pid)
     return b"" if not fields or fields[0] in (b"Z", b"X") else fields[19]
 
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.reading import message_of, whole
+from mpitrain.watching.proc import opened
 from mpitrain.watching.rank_facts import FACTS
 
 # How far a rank has come. STARTED: its process runs. CALLED: it is in init(). BEGUN: init() has returned.
@@ -315,15 +316,13 @@ def records_of(pids: Iterable[int]) -> list[RankRecord]:
     """Return the record of each rank among these processes of this host, also of one that they have inherited."""
     found: dict[int, RankRecord] = {}
     for pid in pids:
-        with suppress(OSError):  # it has just ended
-            for entry in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 (names are wanted)
-                path = f"/proc/{pid}/fd/{entry}"
-                name = os.readlink(path).partition(" ")[0]  # noqa: PTH115 (Path.readlink is of Python 3.9)
-                rank = name[len(f"/memfd:{NAME}") :]
-                if name.startswith(f"/memfd:{NAME}") and rank.isdigit():
-                    record = read_record(path, int(rank))
-                    if record is not None:
-                        found[int(rank)] = record
+        for path, what in opened(pid):
+            name = what.partition(" ")[0]
+            rank = name[len(f"/memfd:{NAME}") :]
+            if name.startswith(f"/memfd:{NAME}") and rank.isdigit():
+                record = read_record(path, int(rank))
+                if record is not None:
+                    found[int(rank)] = record
     return [found[rank] for rank in sorted(found)]
 
 

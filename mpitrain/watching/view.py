@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mpitrain.watching.proc import opened, read, stat_of
 from mpitrain.watching.rank_record import ENDED, STACK_SIGNAL, WAITS, RankRecord
 
 _STACK_SECONDS = 1.0
@@ -102,7 +103,7 @@ def look_at(views: Iterable[RankView], *, is_whole: bool = False) -> list[RankVi
     seen = []
     for view in views:
         state = state_of(view)
-        kernel = _read(f"/proc/{view.pid}/wchan").decode(errors="replace") if state == "D" else ""
+        kernel = read(f"/proc/{view.pid}/wchan").decode(errors="replace") if state == "D" else ""
         stack = texts.get(view.record.rank, "")
         seen.append(
             replace(
@@ -154,8 +155,8 @@ def read_stacks(asked: dict[int, tuple[int, int]]) -> dict[int, str]:
 
 def num_reads(pid: int) -> int:
     """A number that grows while this process reads files or maps them, as in imports; 0: the kernel does not tell."""
-    calls = [int(line.split()[1]) for line in _read(f"/proc/{pid}/io").splitlines() if line.startswith(b"syscr:")]
-    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    calls = [int(line.split()[1]) for line in read(f"/proc/{pid}/io").splitlines() if line.startswith(b"syscr:")]
+    fields = stat_of(pid)
     return sum(calls) + (int(fields[9]) if fields else 0)  # with the pages that came from a disk: proc(5), majflt
 
 
@@ -174,7 +175,7 @@ class Idleness:
         now, used, is_busy = time.monotonic(), 0, False
         program = _program(pid)
         for one in (pid, *(child for child in _below(pid) if _program(child) == program)):
-            fields = _read(f"/proc/{one}/stat").rpartition(b")")[2].split()
+            fields = stat_of(one)
             if fields:
                 used += int(fields[11]) + int(fields[12]) + num_reads(one)
                 is_busy = is_busy or fields[0] == b"R"  # on a busy machine it may get no core for long
@@ -188,7 +189,7 @@ def _below(pid: int) -> list[int]:
     """Return the descendants of this process."""
     found: list[int] = []
     for task in _names(f"/proc/{pid}/task"):
-        for child in _read(f"/proc/{pid}/task/{task}/children").split():
+        for child in read(f"/proc/{pid}/task/{task}/children").split():
             found += [int(child), *_below(int(child))]
     return found
 
@@ -209,20 +210,15 @@ def _names(path: str) -> list[str]:
 
 def _stacks_of(pid: int) -> int:
     """The descriptor into which a process writes its stacks since it has imported mpitrain (early.py); -1: none."""
-    try:
-        for descriptor in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
-            if os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith("/memfd:mpitrain-stacks"):  # noqa: PTH115
-                return int(descriptor)
-    except OSError:  # it has ended, or is another user's
-        pass
-    return -1
+    found = (int(path.rpartition("/")[2]) for path, what in opened(pid) if what.startswith("/memfd:mpitrain-stacks"))
+    return next(found, -1)
 
 
 def process_state(pid: int) -> str:
     """The state of a process as ps names it: R runs, S sleeps, D waits for a disk or network file system, T is
     stopped."""
-    stat = _read(f"/proc/{pid}/stat")
-    return stat.rpartition(b")")[2].split()[0].decode() if stat else "gone"
+    fields = stat_of(pid)
+    return fields[0].decode() if fields else "gone"
 
 
 def process_numbering() -> int:
@@ -234,14 +230,7 @@ def process_numbering() -> int:
 
 
 def _catches(pid: int, number: int) -> bool:
-    for line in _read(f"/proc/{pid}/status").splitlines():
+    for line in read(f"/proc/{pid}/status").splitlines():
         if line.startswith(b"SigCgt:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError:
-        return b""

@@ -23,7 +23,8 @@ from mpitrain.launch.batch import step_on
 from mpitrain.launch.connections import BOOT, PYTHON, Connection, boot, boot_on, sources
 from mpitrain.launch.hosts import place_ranks
 from mpitrain.launch.jobs import ROSTER, find_jobs
-from mpitrain.launch.processes import Marked, read
+from mpitrain.launch.processes import Marked
+from mpitrain.watching.proc import read
 from testbed import find
 from testbed.container import Container
 

@@ -30,10 +30,11 @@ from typing import Any
 
 from mpitrain.context import LAUNCHER, JobContext
 from mpitrain.launch.hearing import Hearing, send
-from mpitrain.launch.processes import command_line, launcher_pid, read, remove
+from mpitrain.launch.processes import command_line, launcher_pid, remove
 from mpitrain.launch.roster import jobs
 from mpitrain.launch.shared_files import SharedFiles, files, folders_of_ranks
 from mpitrain.reading import MessageLines
+from mpitrain.watching.proc import opened, read
 from mpitrain.watching.rank_record import NAME, RankRecord, read_record
 from mpitrain.watching.view import process_state
 
@@ -263,12 +264,10 @@ class Saboteur:
 
 def _record_of(pid: int, rank: int) -> int:
     """Return a descriptor of the record of a rank, which outlives the rank; -1: it has none yet."""
-    with contextlib.suppress(OSError):
-        for entry in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 (names are wanted)
-            path = f"/proc/{pid}/fd/{entry}"
+    for path, what in opened(pid):
+        if what.startswith(f"/memfd:{NAME}{rank} "):
             with contextlib.suppress(OSError):
-                if os.readlink(path).startswith(f"/memfd:{NAME}{rank} "):  # noqa: PTH115 (Path.readlink is of Python 3.9)
-                    return os.open(path, os.O_RDONLY)
+                return os.open(path, os.O_RDONLY)
     return -1
 
 

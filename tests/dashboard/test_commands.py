@@ -26,7 +26,7 @@ from jobs import HANG_SECONDS, until
 from mpitrain.dashboard.commands import Commands
 from mpitrain.dashboard.record_reader import run_id
 from mpitrain.dashboard.shown_jobs import ShownJob
-from mpitrain.launch.control import listen, serve
+from mpitrain.launch.live import Live
 from mpitrain.launch.processes import launcher_name
 from mpitrain.launch.roster import NOT_TOLD
 from serving import Dashboard, dashboard
@@ -192,9 +192,9 @@ def _another_dashboard_ends(tmp_path: Path, operator: Operator, launcher: int) -
             )
             other.wait_for(path, lambda one: one["run"]["state"] == "stalled")
             line = http.client.HTTPConnection("127.0.0.1", other.port, timeout=HANG_SECONDS)
+            before = _num_lines(launcher)
             line.request("POST", operator.path, '{"kind": "pause"}', {"Authorization": f"Bearer {other.operator}"})
-            # The launcher has it: to the socket that listens comes that of the command.
-            until(lambda: Path("/proc/net/unix").read_text().count(f"@mpitrain-wishes-{launcher}-") > 1)
+            until(lambda: _num_lines(launcher) > before)  # the launcher has it
             begun = time.monotonic()
             other.process.send_signal(signal.SIGINT)
             answer = line.getresponse()
@@ -205,6 +205,11 @@ def _another_dashboard_ends(tmp_path: Path, operator: Operator, launcher: int) -
     finally:
         os.kill(pid, signal.SIGCONT)
     operator.served.wait_for(path, lambda one: one["run"]["state"] == "paused")
+
+
+def _num_lines(launcher: int) -> int:
+    """How many watch the job, or tell it something."""
+    return Path("/proc/net/unix").read_text().count(f"~{launcher}~")
 
 
 def test_a_run_without_a_job_and_a_dashboard_that_ends_within_a_command(tmp_path: Path) -> None:
@@ -244,21 +249,14 @@ def test_a_run_without_a_job_and_a_dashboard_that_ends_within_a_command(tmp_path
 def launcher() -> Iterator[SimpleNamespace]:
     """This process answers as a launcher, when `may_answer` is set. `asked` has what it was asked."""
     made = SimpleNamespace(name=launcher_name(os.getpid()), may_answer=threading.Event(), asked=list[Any]())
-    stop = threading.Event()
 
-    def answer(wish: Mapping[str, Any], _: int) -> dict[str, Any]:
+    def answer(wish: Mapping[str, Any]) -> dict[str, Any]:
         made.asked.append(wish)
         made.may_answer.wait()
         return {"accepted": "yes"}
 
-    listener = listen(made.name)
-    thread = threading.Thread(target=serve, args=(listener, answer, stop))
-    thread.start()
-    yield made
-    made.may_answer.set()
-    stop.set()
-    thread.join()
-    listener.close()
+    with Live("train.py", [], 0.0) as live, live.telling(answer, made.may_answer.set):
+        yield made
 
 
 def test_how_many_wait(launcher: SimpleNamespace) -> None:

@@ -17,19 +17,19 @@ from dashboard.serving import dashboard
 from fuzz.mutations import mutated
 from fuzz.parsers import PARSERS
 from mpitrain.launch import control, live_jobs
+from mpitrain.launch.control import ask, socket_of
 from mpitrain.launch.kept import KeeperLine, Kept
 from mpitrain.launch.live import Live
-from mpitrain.launch.live_jobs import LiveLine, socket_of
+from mpitrain.launch.live_jobs import LiveLine
 from mpitrain.launch.processes import launcher_name
 from mpitrain.watching.census import Census
 from mpitrain.watching.roll_call import appear
-from mpitrain.watching.sockets import send_long
 
 NUM_INPUTS = 40
 PATIENCE_SECONDS = 60.0
 
 
-def attack(connect: Callable[[], socket.socket], inputs: list[bytes], *, has_file: bool = False) -> None:
+def attack(connect: Callable[[], socket.socket], inputs: list[bytes]) -> None:
     """Send each input on a line of its own, some byte by byte; some lines stay open; some say nothing."""
     opened = []
     for number, data in enumerate([b"", *inputs]):
@@ -37,9 +37,7 @@ def attack(connect: Callable[[], socket.socket], inputs: list[bytes], *, has_fil
         opened.append(line)
         line.settimeout(0.2)
         with suppress(OSError):  # it has hung up, or takes no more
-            if has_file:
-                send_long(line, {"x": 1}, data.decode(errors="replace"))
-            elif number % 10 == 1:
+            if number % 10 == 1:
                 for byte in data[:300]:
                     line.send(bytes([byte]))
             else:
@@ -87,31 +85,20 @@ def inputs_of(name: str) -> list[bytes]:
     return [mutated(PARSERS[name].examples, seed) for seed in range(NUM_INPUTS)] + [b"[" * 5000 + b"\n", b"x" * 60000]
 
 
-def test_the_live_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Live("train.py", [], 0.0):
-        path = socket_of(launcher_name(os.getpid()))
+def test_the_live_socket(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of those who tell the job something."""
+    launcher = launcher_name(os.getpid())
+    with Live("train.py", [], 0.0) as live, live.telling(lambda wish: {"accepted": wish["leave"]}, lambda: None):
+        path = socket_of(launcher)
         attack(lambda: unix(str(path), socket.SOCK_STREAM), inputs_of("live"))
         line = LiveLine(path, {"look": 1})
         answer = line.receive(PATIENCE_SECONDS)
         line.close()
-    assert answer is not None and answer["script"] == "train.py"
-
-
-@pytest.mark.parametrize("has_file", [False, True])
-def test_the_socket_of_wishes(has_file: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    launcher, stop = f"here {os.getpid()} 77", threading.Event()
-    with control.listen(launcher) as listener:
-        thread = threading.Thread(
-            target=control.serve, args=(listener, lambda wish, _: {"accepted": wish["leave"]}, stop)
-        )
-        thread.start()
-        attack(lambda: unix(control._address(launcher), socket.SOCK_SEQPACKET), inputs_of("wish"), has_file=has_file)
         for _ in range(20):  # its threads may be busy with the others for a while
-            if "accepted" in (answer := control.ask(launcher, {"leave": "a"})):
+            if "accepted" in (told := ask(launcher, {"leave": "a"})):
                 break
-        stop.set()
-        thread.join()
-    assert answer == {"accepted": "a"}
+    assert answer is not None and answer["script"] == "train.py"
+    assert told == {"accepted": "a"}
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -183,7 +170,7 @@ def test_a_stranger_at_a_live_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who looks for jobs finds the others beside a socket whose answers are none."""
     monkeypatch.setattr(live_jobs, "_ANSWER_SECONDS", PATIENCE_SECONDS)
     with tempfile.TemporaryDirectory() as folder:  # where no other program looks, and takes the answer
-        monkeypatch.setattr(live_jobs, "OF_SOCKETS", folder)
+        monkeypatch.setattr(control, "OF_SOCKETS", folder)
         path = socket_of("here 1 2")
         with Live("train.py", [], 0.0), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(path))

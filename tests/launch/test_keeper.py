@@ -22,9 +22,9 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch import keeper as keeper_module
 from mpitrain.launch.agents import Agents
 from mpitrain.launch.connections import Connection, connect
-from mpitrain.launch.keeper import SetAside, drop
+from mpitrain.launch.keeper import SetAside
 from mpitrain.launch.keepers import Keepers
-from mpitrain.launch.kept import KeeperLine
+from mpitrain.launch.kept import KeeperLine, drop
 from mpitrain.launch.processes import launcher_name
 
 line = holding.line  # a fixture: pytest finds it by this name

@@ -19,7 +19,7 @@ import pytest
 
 from jobs import HANG_SECONDS, run_command, until
 from mpitrain.errors import LaunchError
-from mpitrain.launch import live_jobs
+from mpitrain.launch import control, live_jobs
 from mpitrain.launch.live import Live
 from mpitrain.launch.live_jobs import LiveJob, LiveLine, find
 from mpitrain.launch.record_end import DOCUMENT, OUTPUT
@@ -121,7 +121,7 @@ REFUSED = [
     (b'{"output": {"ranks": "1-"}, "version": 1}\n', "'1-' names no ranks; allowed are numbers below 100,000"),
     (b'{"output": {"ranks": "0-999999"}, "version": 1}\n', "'0-999999' names no ranks"),
     (b"[" * 4000 + b"\n", "this is no request"),
-    (b"x" * 5000, "a request has at most 4096 bytes"),
+    (b"x" * ((1 << 17) + 1), "a request has at most 131072 bytes"),
 ]
 
 
@@ -243,7 +243,7 @@ def test_a_launcher_that_is_stopped_and_then_killed(tmp_path: Path, monkeypatch:
 def top(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """In place of /tmp. Not tmp_path, which may be too long for a path of a socket."""
     with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setattr(live_jobs, "OF_SOCKETS", folder)
+        monkeypatch.setattr(control, "OF_SOCKETS", folder)
         yield Path(folder)
 
 

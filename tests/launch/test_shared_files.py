@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.launch.processes import read
 from mpitrain.launch.shared_files import FOLDER, OF_DAEMON, OF_SESSIONS, SharedFiles
+from mpitrain.watching.proc import read
 
 HAS_IT = "import mmap, sys; f = open(sys.argv[1], 'r+b'); {}; print(flush=True); input()"
 MAPS, OPENS = HAS_IT.format("m = mmap.mmap(f.fileno(), 0)"), HAS_IT.format("pass")
