@@ -173,7 +173,11 @@ def strategy_of(row: str, room: Room, worker: int) -> Strategy:
         momentum = given.pop("momentum", 0.9)
         outer = mt.optim.SGD(given.pop("rate", 0.7), momentum=momentum, nesterov=momentum > 0)
     if kind == "streaming_diloco":
-        more = {"fragments": int(given.pop("fragments", 4)), "delay": int(given.pop("delay", 1)), "alpha": 0.5}
+        more = {
+            "fragments": int(given.pop("fragments", 4)),
+            "delay": int(given.pop("delay", 1)),
+            "alpha": given.pop("alpha", 0.5),
+        }
     if kind == "sparse_loco":
         codec, decay = f"top_k:{given.pop('density', 1 / 64)}:{int(given.pop('bits', 2))}", given.pop("decay", 0.95)
     if "int" in given:
