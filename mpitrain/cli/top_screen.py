@@ -6,6 +6,7 @@ The history of the ranks and the picture, as Rich draws it, are pure. The screen
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import select
@@ -47,6 +48,7 @@ class TopHistory:
     def __init__(self) -> None:
         self._looks: deque[tuple[float, str, Mapping[int, str]]] = deque()
         self._whole: deque[Mapping[str, Any]] = deque()  # the same looks
+        self._begun: dict[int, tuple[int, float]] = {}  # of each rank its step, and when a look first had it
         self.waiting: Mapping[int, float] = {}  # the share of the time in which each rank has waited; {}: not known
 
     def add(self, answer: Mapping[str, Any]) -> None:
@@ -58,6 +60,9 @@ class TopHistory:
         ):
             self._looks.popleft()
             self._whole.popleft()
+        for entry in answer["ranks"]:
+            if self._begun.setdefault(entry["rank"], (entry["step"], -math.inf))[0] != entry["step"]:
+                self._begun[entry["rank"]] = entry["step"], at
         self._looks.append((at, answer["job"], phases))
         self._whole.append(answer)
         self.waiting = waiting_shares(list(self._whole))
@@ -66,6 +71,17 @@ class TopHistory:
     def slow(self) -> str:
         """Which rank makes the others wait, in a sentence; "": none does."""
         return slow_rank(list(self._whole))
+
+    def seconds(self, entry: Mapping[str, Any]) -> float | None:
+        """Return for how long the rank has done what it does. A rank that makes steps computes since the last one.
+
+        None: it is paused. It then looks for commands again and again, and the head of the picture says since when.
+        """
+        if entry["phase"] == PAUSED:
+            return None
+        if entry["phase"] != "computes" or not self._looks:
+            return float(entry["since"])
+        return min(float(entry["since"]), max(0.0, self._looks[-1][0] - self._begun[entry["rank"]][1]))
 
     def shares(self, rank: int) -> dict[str, float]:
         """Return the share of the looks in which the rank was in each phase. Waits that no look has seen count too."""
@@ -242,7 +258,7 @@ def _table(ranks: Sequence[Mapping[str, Any]], history: TopHistory, width: int) 
         cells: list[RenderableType] = [_line("!" if is_marked else " ", "bold red"), _line(str(entry["rank"]))]
         if is_middle:
             cells.append(_line(printable(entry["host"])))
-        cells += [_line(printable(phase), style), _line(_duration(entry["since"]))]
+        cells += [_line(printable(phase), style), _line(_duration(history.seconds(entry)))]
         cells += [_line(_fact(fact, entry.get(fact.name))) for fact in facts]
         shares = history.shares(entry["rank"])
         if is_wide and history.waiting:
@@ -294,7 +310,9 @@ def _number(value: float | str, form: str) -> str:
     return value if isinstance(value, str) else format(value, form)
 
 
-def _duration(seconds: float) -> str:
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
 
 

@@ -281,7 +281,8 @@ class Routes:
         while True:
             try:
                 run, job = await self._run(id_)
-                yield json.dumps({"run": self._catalogue.summary(run, job), **_live(job)})
+                rows = {"names": run.names if run else [], "numEvents": len(run.events) if run else 0}
+                yield json.dumps({"run": self._catalogue.summary(run, job), **rows, **_live(job)})
             except HTTPException:
                 yield json.dumps({"run": None})
 

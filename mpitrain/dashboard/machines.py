@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MOVING = ("computes", "waits", "wire")  # phases of a step; others are named first
+_ORDINARY = (*_MOVING, "busy", "paused", "starts", "done")  # others are trouble
 
 
 def machines_of(looks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -46,7 +47,7 @@ def machines_of(looks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "name": name,
                 "step": min((entry["step"] for entry in ranks), default=0),
                 "does": ", ".join(f"{count} {phase}" if len(ranks) > 1 else phase for phase, count in phases),
-                "isOdd": any(phase not in (*_MOVING, "done") for phase, _ in phases),
+                "isOdd": any(phase not in _ORDINARY for phase, _ in phases),
                 "computes": None if step is None else step - waited,
                 "waits": None if step is None else waited - exchange,
                 "exchanges": None if step is None else exchange,

@@ -49,19 +49,24 @@ def curve(pieces: Callable[[], Iterable[tuple[Floats, Floats]]], first: float, l
     first_odd = None
     for steps, values in pieces():
         begin, end = _range(steps, first, last)
-        before = numpy.stack([steps[:begin], values[:begin]])[:, -1:] if begin else before
-        behind = numpy.stack([steps[end:], values[end:]])[:, :1] if end < len(steps) and not behind.size else behind
+        if begin:
+            before = numpy.array([steps[begin - 1 : begin], values[begin - 1 : begin]])
+        if end < len(steps) and not behind.size:
+            behind = numpy.array([steps[end : end + 1], values[end : end + 1]])
+        if begin == end:
+            continue
         odd = numpy.flatnonzero(~numpy.isfinite(values[begin:end]))
         if len(odd) and first_odd is None:
             first_odd = float(steps[begin + odd[0]])
         num_odd += len(odd)
         count += end - begin
-        if end > begin:
-            ends = [*ends[:1], float(steps[begin]), float(steps[end - 1])]
+        ends = [*ends[:1], float(steps[begin]), float(steps[end - 1])]
     is_exact = count <= 2 * pixels
     chosen = [before]
     for steps, values in pieces() if count else ():
         begin, end = _range(steps, first, last)
+        if begin == end:
+            continue
         points = numpy.stack([steps[begin:end], values[begin:end]])
         chosen.append(points if is_exact else _extremes(points, ends[0], ends[-1], pixels))
     if not is_exact:

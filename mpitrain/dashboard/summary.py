@@ -157,6 +157,7 @@ def summary_of_run(run: IndexedRun, job: ShownJob | None) -> dict[str, Any]:
         "last": plain_row(run.last),
         "speed": _mean_speed(run.last),
         "event": last["text"] if last else "",
+        "slow": job.slow if job is not None else "",
         "problems": run.problems,
         "arguments": arguments_of(document.arguments) if document else {},
         "bests": {name: best_of(extremes, name)[0] for name, extremes in run.extremes.items()},
@@ -167,7 +168,7 @@ def summary_of_run(run: IndexedRun, job: ShownJob | None) -> dict[str, Any]:
         "isHidden": run.notes.is_hidden,
         **now,
         "left": (_left_in(look) or _seconds_left(document, now["step"] or step, time.time() if look else run.changed))
-        if state in (TRAINS, STALLED, PAUSED)
+        if state in (TRAINS, STALLED)
         else None,
     }
 
@@ -196,6 +197,7 @@ def summary_of_job(job: ShownJob) -> dict[str, Any]:
         "last": {},
         "speed": None,
         "event": str(events[-1].get("text", "")),
+        "slow": job.slow,
         "problems": [],
         "arguments": arguments_of([str(one) for one in look.get("arguments", ())]),
         "bests": {},

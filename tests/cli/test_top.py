@@ -96,7 +96,7 @@ def test_one_look_where_there_is_no_terminal(job: LiveJob, folder: Path) -> None
     head, script, progress, *_ = shown.stdout.splitlines()
     assert re.fullmatch(rf"job {job.answer['job']}  trains  0:\d\d:\d\d", head.rstrip())
     assert script.startswith(str(folder / "script.py")[:60])
-    expected = r"step [\d,]+ / 1,000,000  0 %  .+ left  loss 0\.25  [\d,]+ samples/s  epoch \d+"
+    expected = r"step [\d,]+ / 1,000,000  0 %  (\d+ d \d+ h|\d+:\d\d:\d\d) left  loss 0\.25  [\d,]+ samples/s  epoch \d+"
     assert re.fullmatch(expected, progress.rstrip())
     rows = [line.split() for line in shown.stdout.splitlines() if re.match(r"[! ] +\d+ ", line)]
     assert sorted((row[0], row[1]) for row in rows) == [(str(rank), socket.gethostname()) for rank in (0, 1)]

@@ -121,8 +121,8 @@ def test_a_pause_is_neither_slow_nor_silent() -> None:
     rows = [line.split() for line in lines[7:11]]
     assert rows[0] == ["!", "3", "node1", "stopped", "2.5", "s", "10", "s" * 16]
     assert rows[1] == ["1", "node1", "busy", "2.5", "s", "10", "b" * 16, "write", "a", "checkpoint"]
-    assert rows[2] == ["0", "node1", "paused", "2.5", "s", "10", "p" * 16]
-    assert rows[3] == ["2", "node1", "paused", "2.5", "s", "10", "p" * 16]
+    assert rows[2] == ["0", "node1", "paused", "-", "10", "p" * 16]
+    assert rows[3] == ["2", "node1", "paused", "-", "10", "p" * 16]
     phases = ("paused", "busy", "paused", "stopped")
     assert [history.shares(number) for number in range(4)] == [{phase: 1.0} for phase in phases]
 
@@ -170,6 +170,16 @@ def test_a_slow_rank_is_named_at_80_columns() -> None:
         ("1", "82%", "ccc" + "." * 13),
     ]
     assert drawn(look(13.0, *(rank(number, "computes", waited=9.0) for number in range(4))), history=history)[3] == ""
+
+
+def test_a_rank_that_makes_steps_computes_since_the_last_one() -> None:
+    """The slowest rank never waits long enough to publish it, so its record says that it computes since minutes."""
+    history = TopHistory()
+    rows = []
+    for at, step in ((100.0, 10), (101.0, 10), (102.0, 11), (102.4, 11)):
+        lines = drawn(look(at, {**rank(0, "computes", step=step), "since": 61.0}), history=history)
+        rows.append(next(line for line in lines if "node1" in line).split()[3:5])
+    assert rows == [["61", "s"], ["61", "s"], ["0.0", "s"], ["0.4", "s"]]
 
 
 def test_scrolled() -> None:

@@ -59,6 +59,9 @@ def test_a_job_is_told_on_its_page(tmp_path: Path, browser: Any) -> None:
         answered(page, "Pause", "the training is paused")
         until(lambda: page.locator("#state .paused").inner_text().endswith("paused"))
         assert f"on the dashboard of {socket.gethostname()}" in page.inner_text("#state")
+        until(lambda: "left" not in page.inner_text("#figures"))  # in a pause no time runs down, and nothing is wrong
+        until(lambda: re.search(r"paused, step [\d,]+", page.inner_text("#hosts")))
+        assert page.locator("#hosts .red").count() == 0
         page.get_by_role("button", name="Resume").click()
         answered(page, "Resume", "the training is resumed")
         until(lambda: page.locator("#state .trains").count())

@@ -17,7 +17,7 @@ from mpitrain.dashboard.record_reader import run_id
 from mpitrain.dashboard.run_notes import read_notes
 from mpitrain.dashboard.series import means
 from mpitrain.dashboard.shown_jobs import ShownJob
-from mpitrain.dashboard.summary import arguments_of, summary_of_run
+from mpitrain.dashboard.summary import arguments_of, summary_of_job, summary_of_run
 from mpitrain.dashboard.versus import is_higher_better, main_metric
 from serving import Dashboard, dashboard
 
@@ -137,6 +137,21 @@ def test_what_machines_do_in_a_step() -> None:
     )
     assert [row["name"] for row in alone] == ["rank 1", "rank 0"], "one host: its ranks"
     assert machines_of([]) == []
+    paused = [look(at, ("a", 3, 1, "paused"), ("b", 3, 1, "busy"), ("c", 3, 1, "disk")) for at in (0, 4)]
+    assert [(row["does"], row["isOdd"]) for row in machines_of(paused)] == [
+        ("disk", True),
+        ("paused", False),
+        ("busy", False),
+    ]
+
+
+def test_the_list_names_a_slow_rank() -> None:
+    ranks = [[("a", step, waited, "computes"), ("b", step, 0.0, "computes")] for step, waited in ((10, 0.0), (20, 4.0))]
+    looks = [{**look(at, *of), "ids": ["j"]} for at, of in zip((100, 105), ranks, strict=True)]
+    job = ShownJob(looks[0], 0.0)
+    for one in looks:
+        job.take(one)
+    assert summary_of_job(job)["slow"] == "rank 1 on b is 5.0x slower: rank 0 waits for it, 80% of the time"
 
 
 @pytest.fixture(scope="module")

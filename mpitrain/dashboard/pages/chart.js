@@ -10,6 +10,8 @@ const HELP = "Drag to zoom, double-click to see all. Keys: + and - zoom, arrows 
 const FLAG = 15;  // pixels of the row with the labels of events
 const NEAR = 24;  // so far a label may be from its line
 const BAND = {label: "", class: "band", width: 0, points: {show: false}, cursor: {show: false}};
+// A flag has room for a few words, so the first ones must say what was done.
+export const brief = (text) => text.replace(/^the learning rate is multiplied by ([^,]+).*/, "rate x $1").replace(/^the training is /, "");
 const KINDS = {fault: "--bad", order: "--link"};  // of marks
 
 const COLORS = 8;
@@ -109,6 +111,8 @@ export class Chart {
     const tables = [...curves.map(table), ...smooth.map(table), ...bands.flatMap(({x, low, high}) => [[x, high], [x, low]])];
     this.hasBands = bands.length > 0;
     this.data = tables.length === 1 ? tables[0] : uPlot.join(tables);
+    // A browser without a GPU takes 0.3 s for a line of 1.5 pixels up and down in each column, and a tenth for the thinnest one.
+    this.isDense = curves.some((curve) => curve && !curve.exact);
     const values = curves.flatMap((curve) => curve?.values ?? []).filter((value) => value !== null);
     this.isLog = this.view.isLog && values.every((value) => value > 0);
     const notes = this.view.isLog && !this.isLog ? ["no logarithmic axis: not all values are above 0"] : [];
@@ -118,7 +122,7 @@ export class Chart {
       if (!curve.exact) notes.push(`${this.lines[place].label}: extremes of ${number(curve.points)} points; zoom in for each`);
     });
     this.note.textContent = notes.join(". ");
-    const form = [tables.length, this.isLog, this.view.x, this.data[0].length <= 60, this.marks.length > 0].join();
+    const form = [tables.length, this.isLog, this.view.x, this.data[0].length <= 60, this.isDense, this.marks.length > 0].join();
     if (form !== this.form) this.drop();
     this.form = form;
     this.draw();
@@ -138,7 +142,7 @@ export class Chart {
     const few = this.data[0].length <= 60, isSmooth = !this.hasBands && this.data.length - 1 > this.lines.length;
     const axis = {stroke: color("--soft"), grid: {stroke: color("--grid"), width: 1}, ticks: {stroke: color("--line"), width: 1}, font: "12px system-ui, sans-serif"};
     const written = this.view.x === "seconds" ? duration : (value) => number(value);
-    const line = (of, label, alpha) => ({label, stroke: color(colorOf(of.color)), dash: dashOf(of.color), width: 1.5, alpha, points: {show: few && alpha === 1, size: 4}, value: (_, value) => number(value, 6)});
+    const line = (of, label, alpha) => ({label, stroke: color(colorOf(of.color)), dash: dashOf(of.color), width: this.isDense ? 1 / devicePixelRatio : 1.5, alpha, points: {show: few && alpha === 1, size: 4}, value: (_, value) => number(value, 6)});
     const options = {
       width: this.width, height: this.height, pxAlign: 0, padding: [this.marks.length ? FLAG + 3 : 8, null, null, null],
       scales: {x: {time: false}, y: this.isLog ? {distr: 3} : {range: (_, low, high) => low === null ? [0, 1] : uPlot.rangeNum(low, high, 0.08, false)}},
@@ -177,7 +181,7 @@ export class Chart {
       context.beginPath(); context.moveTo(mark.x, top); context.lineTo(mark.x, top + height); context.stroke();
       const end = shown[place + 1]?.x ?? left + width, isLeft = end - mark.x < 90 * ratio && place === shown.length - 1 && mark.x - free > end - mark.x;
       const room = (isLeft ? mark.x - free : end - mark.x) - 8 * ratio;
-      let text = `${mark.number} ${mark.text}`;
+      let text = `${mark.number} ${brief(mark.text)}`;
       while (text.length > 1 && context.measureText(text).width > room) text = text.endsWith("…") ? `${text.slice(0, -2)}…` : `${text.slice(0, -1)}…`;
       if (text.length < String(mark.number).length + 3) text = String(mark.number);
       const wide = context.measureText(text).width + 6 * ratio, wanted = isLeft ? mark.x - wide : Math.min(mark.x, left + width - wide);

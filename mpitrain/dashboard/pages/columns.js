@@ -17,12 +17,13 @@ function Spark({values}) {
 const stepOf = (run) => run.step ?? run.last.step ?? null;
 const percent = (run) => run.steps && !run.ended ? `${Math.floor(100 * stepOf(run) / run.steps)} %` : "";
 const far = (run) => [percent(run), run.left === null ? "" : `${duration(run.left)} left`].filter(Boolean).join(", ");
-const Step = ({run}) => html`${number(stepOf(run))}${run.steps ? ` / ${number(run.steps)}` : ""}<small class="below">${far(run)}</small>`;
+const Step = ({run}) => html`${number(stepOf(run))}${run.steps ? html`<span class="minor"> / ${number(run.steps)}</span>` : ""}<small class="below">${far(run)}</small>`;
 
-// What is to be known of it: what cannot be read, why it does not train any more, or its last event.
+// What is to be known of it: what cannot be read, why it does not train any more, its slow rank, or its last event.
 function News({run}) {
   if (run.problems.length) return `⚠ ${run.problems[0]}`;
-  return ["failed", "lost", "stalled"].includes(run.state) ? html`<span class="problem">${run.why}</span>` : run.event;
+  const trouble = ["failed", "lost", "stalled"].includes(run.state) ? run.why : run.slow;
+  return trouble ? html`<span class="problem">${trouble}</span>` : run.event;
 }
 
 // `value` is by what a column sorts and groups; those with `hasCommon` show in a group what all its runs have.

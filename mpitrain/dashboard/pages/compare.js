@@ -82,13 +82,14 @@ function table() {
   const fact = (line, one) => [...new Set(line.runs.map((run) => one.values[runs.indexOf(run)] ?? "-"))].join(", ");
   const choose = (line) => { baseline = baseline === line.label ? "" : line.label; keepInAddress({baseline}); table(); };
   const save = () => download("compare.csv", csv([["run", ...numbers.map(([name]) => name), ...facts.map((one) => one.name)], ...runs.map((run, place_) => [run.name, ...numbers.map(([, of]) => of(run)), ...facts.map((one) => one.values[place_])])]));
-  show("list", html`<table id="runs"><thead><tr><th scope="col">Run</th><th scope="col">State</th><th scope="col"><button type="button" onClick=${save}>CSV</button></th>
+  show("list", html`<table id="runs"><thead><tr><th scope="col">Run</th><th scope="col" class="minor">State</th><th scope="col" class="minor"><span class="hidden">Choose a baseline</span></th>
     ${first.map(head)}${facts.map((one) => html`<th scope="col">${one.name}</th>`)}${others.map(head)}</tr></thead>
     <tbody>${lines.map((line) => html`<tr key=${line.label}><td><${Swatch} of=${line} />${line.runs.length === 1 ? html`<a href=${runAddress(line.runs[0].id)} title=${line.runs[0].folder}>${line.label}</a>` : line.label}</td>
-      <td>${line.runs.length === 1 ? html`<${State} ...${line.runs[0]} />` : ""}</td>
-      <td><button type="button" aria-pressed=${line === base} onClick=${() => choose(line)}>${line === base ? "is the baseline" : "Baseline"}</button></td>
+      <td class="minor">${line.runs.length === 1 ? html`<${State} ...${line.runs[0]} />` : ""}</td>
+      <td class="minor"><button type="button" aria-pressed=${line === base} onClick=${() => choose(line)}>${line === base ? "is the baseline" : "Baseline"}</button></td>
       ${first.map(cell(line))}${facts.map((one) => html`<td class="fact">${fact(line, one)}</td>`)}${others.map(cell(line))}</tr>`)}</tbody></table>
-    ${facts.length ? null : html`<p class="note">Nothing that the records know differs: script, arguments, settings, hosts, commit and packages are equal.</p>`}`);
+    ${facts.length ? null : html`<p class="note">Nothing that the records know differs: script, arguments, settings, hosts, commit and packages are equal.</p>`}
+    <p class="tools"><button type="button" onClick=${save}>CSV</button></p>`);
 }
 
 async function load() {

@@ -20,7 +20,7 @@ const place = (name) => document.getElementById(name);
 const grid = new Grid(place("grid"));
 const charts = new Charts(base, fail);
 const files = new Files(`${base}/files`, (answer) => { checkpoints = answer.folders.flatMap((one) => one.checkpoints.map((saved) => ({...saved, folder: one.folder}))); showTop(); });
-let events = [], rows = -1, commands = null, output = null, last = null, before = null, checkpoints = [], role = "viewer";
+let events = [], names = [], rows = -1, commands = null, output = null, last = null, before = null, checkpoints = null, role = "viewer";
 
 // A job that had no record when this page was opened has one: its page has the charts, and lasts.
 function hasMoved(run) {
@@ -55,9 +55,9 @@ function showTop() {
   const {run, live} = last;
   const hasEnded = !live && !["trains", "unknown"].includes(run.state);  // the card then has why
   show("state", html`<${State} ...${run} /> ${hasEnded ? "" : run.why}`);
-  show("top", html`<${Top} run=${run} before=${before} checkpoint=${checkpoints[0]} orders=${events.filter((event) => event.kind === "order")} />`);
+  show("top", html`<${Top} run=${run} before=${before} checkpoint=${checkpoints && (checkpoints[0] ?? null)} orders=${events.filter((event) => event.kind === "order")} />`);
   show("notes", html`<${Notes} run=${run} base=${base} isOperator=${role === "operator"} fail=${fail} />`);
-  show("result", !hasEnded ? null : html`<${Result} run=${run} document=${last.document} checkpoint=${checkpoints.find((one) => !one.problem)} lines=${output?.lines ?? []} />`);
+  show("result", !hasEnded ? null : html`<${Result} run=${run} document=${last.document} checkpoint=${checkpoints?.find((one) => !one.problem)} lines=${output?.lines ?? []} />`);
 }
 
 // The parts of a step as a bar beside their numbers; the longest step of all machines has the whole width.
@@ -68,7 +68,7 @@ function Parts({row}) {
 
 const PARTS = [["computes", "computes"], ["waits", "waits"], ["exchanges", "wire"]];
 const part = ([name, kind]) => ({heading: html`<span class=${`swatch ${kind}`}></span>${name}`, kind: "numeric", title: "milliseconds of a step, of the slowest rank there, in the last 10 s", cell: (row) => milliseconds(row[name])});
-const Machine = ({row}) => html`${row.name}<small class=${row.isOdd ? "below red" : "below"}>${row.does}</small>`;
+const Machine = ({row}) => html`${row.name}<small class=${row.isOdd ? "below red" : "below"}>${row.does}<span class="narrow">, step ${number(row.step)}</span></small>`;
 const MACHINES = [{heading: "Machine", cell: (row) => html`<${Machine} row=${row} />`}, {heading: "Step", kind: "numeric minor", cell: (row) => number(row.step)},
   {heading: "", kind: "minor", cell: (row) => html`<${Parts} row=${row} />`}, ...PARTS.map(part)];
 
@@ -76,7 +76,7 @@ const TROUBLE = ["stopped", "failed", "ended", "lost", "unknown", "disk"];
 // What each rank publishes comes with its headings from the server.
 const ranksColumns = (facts) => [{heading: "Rank", cell: (rank) => rank.rank}, {heading: "Host", cell: (rank) => rank.host},
   {heading: "Does", kind: (rank) => kindOf(rank.phase), cell: (rank) => html`<span class=${`swatch ${kindOf(rank.phase)}`}></span>${rank.phase}`},
-  {heading: "For", cell: (rank) => duration(rank.since)},
+  {heading: "For", cell: (rank) => rank.phase === "paused" ? "" : duration(rank.since)},  // in a pause a rank looks for commands again and again
   ...facts.map(({name, heading, unit}) => ({heading, kind: "numeric", cell: (rank) => (unit === "seconds" ? duration : number)(rank[name])})),
   {heading: "In", kind: "wide", cell: (rank) => rank.call}];
 
@@ -118,14 +118,19 @@ async function load() {
   showAll(answer);
   show("about", html`<${About} of=${answer.document} />`);
   rows = answer.run.rows;
-  await charts.take(answer.names, events, answer.run.last);
+  names = answer.names;
+  await charts.take(names, events, answer.run.last);
 }
 
 listen(`/api/stream?run=${encodeURIComponent(id)}`, (message) => {
   if (!message.run) { place("state").textContent = "its record and its job have gone"; return; }
   if (hasMoved(message.run)) return;
   showAll({document: last?.document, ...message});
-  if (message.run.rows !== rows || message.run.state === "done") { rows = message.run.rows; load().catch(fail); }
+  if (message.run.rows === rows && message.run.state !== "done") return;
+  rows = message.run.rows;
+  // Most new rows change only the curves. To ask for all of the run each time would cost a viewer twice as much.
+  const isKnown = message.run.state !== "done" && message.numEvents === events.length && message.names.join("\n") === names.join("\n");
+  (isKnown ? charts.take(names, events, message.run.last) : load()).catch(fail);
 });
 function fail(error) { place("problem").textContent = error.message; place("problem").hidden = false; }
 async function look() { before = await get(`${base}/before`); showTop(); }

@@ -103,7 +103,7 @@ function Tools({all, columns, count, rows}) {
   return html`<form role="search" onSubmit=${(event) => event.preventDefault()}>
     <label>Filter <input id="filter" type="search" placeholder="name, state, host, tag" autocomplete="off" value=${filter} onInput=${(event) => { filter = event.target.value; change({filter}); }} /></label>
     <button id="compare" type="button" disabled=${chosen.size < 2 || chosen.size > MOST_COMPARED} onClick=${compare}>${chosen.size < 2 ? "Compare" : chosen.size > MOST_COMPARED ? `At most ${MOST_COMPARED} of ${chosen.size}` : `Compare ${chosen.size}`}</button>
-    <span id="count" role="status">${count === runs.length ? `${numRuns} runs` : `${count} of ${numRuns} runs`}</span>
+    <span id="count" role="status">${count === runs.length ? "" : `${count} of `}${numRuns} ${numRuns === 1 ? "run" : "runs"}</span>
     <label title="Runs with the same script and the same values in the shown columns of arguments"><input type="checkbox" checked=${isGrouped} onChange=${(event) => { isGrouped = event.target.checked; change({group: isGrouped ? "1" : ""}); }} /> Group by shown arguments</label>
     ${runs.some((run) => run.isHidden) ? html`<label><input type="checkbox" checked=${hasHidden} onChange=${(event) => { hasHidden = event.target.checked; change({hidden: hasHidden ? "1" : ""}); }} /> Hidden ones too</label>` : null}
     <a href="#" onClick=${(event) => { event.preventDefault(); save(); }}>CSV</a>
