@@ -41,7 +41,9 @@ class RankFact(NamedTuple):
 
 
 FACTS = (
-    RankFact("step", int, "", 0, "Step", ALWAYS, True, "the last step that the rank has begun; 0: none"),
+    RankFact(
+        "step", int, "", 0, "Step", ALWAYS, True, "the last step that the rank has begun, recorded or printed; 0: none"
+    ),
     RankFact(
         "epoch",
         int,
