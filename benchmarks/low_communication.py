@@ -176,7 +176,7 @@ def strategy_of(row: str, room: Room, worker: int) -> Strategy:
         more = {
             "fragments": int(given.pop("fragments", 4)),
             "delay": int(given.pop("delay", 1)),
-            "alpha": given.pop("alpha", 0.5),
+            "alpha": given.pop("alpha", 0.0),
         }
     if kind == "sparse_loco":
         codec, decay = f"top_k:{given.pop('density', 1 / 64)}:{int(given.pop('bits', 2))}", given.pop("decay", 0.95)

@@ -44,20 +44,23 @@ METHODS = {
     "bf16": Method("bf16", "bf16"),
     "int8": Method("int8", "int8"),
     "int4": Method("int4", "int4"),
-    "power_sgd:4": Method("power_sgd:4 warm_up=300", "power_sgd"),
-    "DiLoCo(50)": Method("diloco:50", "none", every=50),
-    "StreamingDiLoCo(50)": Method("streaming_diloco:50", "none", every=50, delay=8),
+    "DiLoCo(10)": Method("diloco:10", "none", every=10),
+    "DiLoCo(50)": Method("diloco:50 rate=1 momentum=0.8", "none", every=50),
+    "StreamingDiLoCo(50)": Method("streaming_diloco:50 rate=1 momentum=0.8", "none", every=50, delay=1),
 }
 
 
 def curves(runs: list[dict[str, Any]]) -> dict[str, Curve]:
-    """The mean over the seeds, by row."""
-    by_row: dict[str, list[dict[str, float]]] = {}
+    """By row, the mean over the seeds that all rows of METHODS have."""
+    by_row: dict[str, dict[int, dict[str, float]]] = {}
     for run in runs:
-        by_row.setdefault(run["row"], []).append(run["tested"])
+        if run["row"] in [method.row for method in METHODS.values()]:
+            by_row.setdefault(run["row"], {})[run["seed"]] = run["tested"]
+    common = sorted(set.intersection(*(set(seeds) for seeds in by_row.values())))
+    print(f"seeds: {', '.join(map(str, common))}\n")
     return {
-        row: [(int(step), statistics.fmean(one[step] for one in several)) for step in several[0]]
-        for row, several in by_row.items()
+        row: [(int(step), statistics.fmean(seeds[one][step] for one in common)) for step in seeds[common[0]]]
+        for row, seeds in by_row.items()
     }
 
 

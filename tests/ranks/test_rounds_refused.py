@@ -164,7 +164,7 @@ def test_an_outer_optimizer_of_another_model(world: World) -> None:
         (StreamingDiLoCo, {"delay": -1}, "delay=-1; it must be an int from 0"),
         (StreamingDiLoCo, {"alpha": 1.0}, "alpha=1.0; it must be at least 0 and below 1"),
         (StreamingDiLoCo, {"alpha": -0.5}, "alpha=-0.5; it must be at least 0"),
-        (StreamingDiLoCo, {"delay": 0}, "alpha=0.5; it must be at least 0 and below 1, and 0 without a delay"),
+        (StreamingDiLoCo, {"delay": 0, "alpha": 0.5}, "alpha=0.5; it must be at least 0 and below 1, and 0 without"),
     ],
 )
 def test_numbers_that_are_refused(make: Any, given: dict[str, Any], text: str) -> None:
@@ -175,7 +175,7 @@ def test_numbers_that_are_refused(make: Any, given: dict[str, Any], text: str) -
 def test_fragments_of_short_rounds() -> None:
     """With the defaults, one is sent after each of 4 steps. In fewer steps, several are sent at once."""
     default = StreamingDiLoCo(4).schedule
-    assert (default.fragments, default.delay, default.alpha, default.offsets) == (4, 1, 0.5, [1, 2, 3, 4])
+    assert (default.fragments, default.delay, default.alpha, default.offsets) == (4, 1, 0.0, [1, 2, 3, 4])
     assert StreamingDiLoCo(3).schedule.offsets == [1, 2, 3, 3]
     assert StreamingDiLoCo(1).schedule.offsets == [1, 1, 1, 1]
 
