@@ -59,6 +59,8 @@ _STAMPS_SECONDS = 1.0
 _MOST_LETTERS = 150  # of a reason in a message; each may take six bytes
 _STUB_SECONDS = 1.0  # a stub sends its data at once
 _NUM_LIMITS = 16  # RLIM_NLIMITS of Linux
+# What the shell of a job in the background ignores, as this module is loaded: not what a program ignores later.
+_IGNORED = {number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_GET_NAME = 1, 15, 16
 # Variables that differ from login to login: over several hosts, mpiexec starts each attempt by ssh, or by a step of
 # Slurm.
@@ -433,8 +435,11 @@ def _inherit(stub: int) -> None:
         os.umask(int(status.partition("Umask:")[2].split()[0], 8))
         ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
         for number in signal.valid_signals():
-            if ignored >> (number - 1) & 1 and signal.getsignal(number) is signal.SIG_DFL:
+            is_ignored = bool(ignored >> (number - 1) & 1)
+            if is_ignored and signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, signal.SIG_IGN)
+            elif not is_ignored and number in _IGNORED and signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)  # mpiexec does not pass all of them on
 
 
 def _variables(words: Iterable[bytes]) -> dict[str, str]:
