@@ -154,14 +154,14 @@ def test_the_dashboard(tmp_path: Path) -> None:
         filled = [head % ((host, token)[: head.count(b"%s") - head.count(b"%%s")]) for head in HEADS]
         cut = [mutated(filled, seed) for seed in range(NUM_INPUTS)]
         attack(lambda: socket.create_connection(("127.0.0.1", served.port)), [*filled, *cut])
-        runs = served.wait_for("/api/runs", lambda answer: len(served.records(answer)) >= 30)["runs"]
+        runs = served.records(served.wait_for("/api/runs", lambda answer: len(served.records(answer)) >= 30))
         for run in runs:
             for path in ("", "/files", "/series?name=loss&name=x"):
                 status, _, text = served.ask(f"/api/runs/{run['id']}{path}")
                 assert status == 200, text
                 json.loads(text, parse_constant=pytest.fail)
         for path in ("/metrics", "/api/cluster", f"/api/compare?runs={runs[0]['id']},{runs[1]['id']}"):
-            assert served.ask(path)[0] == 200
+            assert served.ask(path)[0] == 200, path
         status, _, text = served.ask("/api/runs/x/tell", served.operator, "POST", body="[" * 3000)
         assert status == 404 or "Traceback" not in text
 
