@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 Curve = list[tuple[int, float]]  # held-out loss after a step
 FRAGMENTS = 4
+FIRST_SHOWN = 500  # steps; the learning rate has warmed up
 
 
 class Method(NamedTuple):
@@ -135,14 +136,14 @@ def draw(
             curve, seconds = known[method.row], seconds_of(method, steps)
             style = "--" if name == "gloo DDP" else "-"
             axis.plot(
-                [step * seconds / 60 for step, _ in curve],
-                [one for _, one in curve],
+                [step * seconds / 60 for step, _ in curve if step >= FIRST_SHOWN],
+                [one for step, one in curve if step >= FIRST_SHOWN],
                 style,
                 color=color_of[name],
                 label=name,
             )
         axis.axhline(loss, color="grey", linestyle=":", linewidth=1)
-        axis.set(title=rate, xlabel="minutes", xscale="log")
+        axis.set(title=rate, xlabel="minutes", xlim=(0, None), ylim=(None, 2.2))
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("held-out loss (nats)")
     figure.legend(
