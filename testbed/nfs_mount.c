@@ -1,118 +1,132 @@
 /*
- * nfs_mount: an NFS 3 export as a folder, through FUSE, for nodes whose kernel has no NFS client.
+ * nfs_mount: an NFS 3 export as a folder, through FUSE and libnfs, for nodes whose kernel has no NFS client.
  *
  *     nfs_mount SERVER EXPORT FOLDER PATIENCE_MS FLAGS
  *
  * PATIENCE_MS: after so long without an answer a call fails with EIO; 0: never, as with the mount option "hard".
  * FLAGS: what the kernel is told of the mount, such as "ro,nosuid".
  *
- * One loop takes what FUSE's kernel side asks and makes one call of NFS of it, as a rule; any number of calls wait for the
- * server side by side. Each has the uid and gid of the process that caused it, or of the one that opened the file; the
- * server decides. Of a process's further groups the server learns nothing. A process that is killed while its server
- * does not answer goes at once, as with the kernel's client: its call is abandoned, and forgotten when it comes back.
+ * One loop takes what FUSE's kernel side asks, and makes one call of NFS of it, as a rule. Any number of calls wait for
+ * the server side by side; when the connection is lost, libnfs sends them again on the next one. Each has the uid and gid
+ * of the process that caused it, or of the one that opened the file; the server decides. Of a process's further groups
+ * the server learns nothing. A process that is killed while its server does not answer goes at once, as with the
+ * kernel's client: its call is abandoned, and forgotten when it comes back.
  *
  * What the kernel is told, it keeps as long as its own client would, by the defaults of nfs(5): attributes and names of
  * files 3 s, of folders 30 s, twice as long each time they have not changed, up to 60 s. Names that are not there are
  * not kept, as with lookupcache=positive. A file is looked up again whenever it is opened. If it has changed, or another
- * is there in its place, the answer is ESTALE, upon which the kernel forgets what it knew of the path, looks all of it
- * up, and opens anew. Data are kept until the attributes change. Locks hold on this machine only.
+ * is there in its place, the answer is ESTALE, upon which the kernel looks up all of the path anew, and opens what is there.
+ * Data are kept until the attributes change. Locks hold on this machine only. NFS 3, since opening a file with NFS 4
+ * fails in libnfs 4.0 (ERANGE).
  */
 #define FUSE_USE_VERSION 312
-#include "nfs_rpc.h"
-
-#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
 #include <fuse_lowlevel.h>
+#include <netinet/tcp.h>
+#include <nfsc/libnfs.h>
+#include <nfsc/libnfs-raw.h>
+#include <nfsc/libnfs-raw-nfs.h>
+#include <poll.h>
 #include <signal.h>
-#include <sys/stat.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
 #include <sys/statvfs.h>
+#include <time.h>
 
 /* Fixed, so that the port mapper need not be asked and a firewall can know it. */
-enum { MOUNT_PORT = 20048, NFS_PORT = 2049, MOUNT_PROGRAM = 100005, NFS_PROGRAM = 100003, MOUNT_MNT = 1 };
-/* How often a waiting process is asked whether it has been killed. */
+enum { MOUNT_PORT = 20048, NFS_PORT = 2049 };
+/* How often a process that had a signal is asked whether it was killed, and others whether their patience is over. */
 enum { LOOK_MS = 20 };
+enum { RETRY_MS = 200 }; /* between two attempts to connect */
+/* A server that has lost its power says nothing. TCP would wait for many minutes; after so long it connects anew. */
+enum { UNHEARD_MS = 15000, IDLE_SECONDS = 5 };
 /* A name that a thread has looked up so short ago is not looked up again when it opens it: one call did both. */
 enum { SAME_CALL_US = 1000 };
 enum { KEPT_FILE_SECONDS = 3, KEPT_FOLDER_SECONDS = 30, KEPT_MOST_SECONDS = 60 };
-/* Attributes in a listing that is older are not passed on. */
-enum { LISTED_MS = 1000 };
-enum { MOST_NAME = 255, MOST_PATH = 4096, MOST_HANDLE = 64, VERIFIER = 8, TABLE_SIZE = 1 << 16 };
+enum { MOST_DATA = 1 << 20 }; /* bytes of a file in one call */
+enum { TABLE_SIZE = 1 << 16 };
 
-/* Procedures of NFS 3 (RFC 1813). */
-enum {
-    GETATTR = 1, SETATTR, LOOKUP, ACCESS, READLINK, READ, WRITE, CREATE, MKDIR, SYMLINK, MKNOD, REMOVE, RMDIR, RENAME, LINK,
-    READDIR, READDIRPLUS, FSSTAT, FSINFO, PATHCONF, COMMIT
-};
-enum { MAY_READ = 1, MAY_MODIFY = 4, MAY_EXECUTE = 32 }; /* bits of ACCESS */
-enum { BAD_COOKIE = 10003 };
+/* libnfs 4.0 has these, and does not declare them. */
+struct nfs_fh { int len; char *val; };
+const struct nfs_fh *nfs_get_rootfh(struct nfs_context *nfs);
 
 struct handle {
     uint32_t size;
-    char bytes[MOST_HANDLE];
+    char bytes[NFS3_FHSIZE];
 };
 
 /* What FUSE calls an inode, and NFS a handle: a file of which the kernel knows. */
 struct node {
     struct handle handle;
-    struct node *next;     /* in its chain of the table */
-    uint64_t lookups;      /* how often the kernel was told of it and has not forgotten it */
-    uint32_t calls;        /* in flight */
+    struct node *next;      /* in its chain of the table */
+    uint64_t lookups;       /* how often the kernel was told of it and has not forgotten it */
+    uint32_t calls;         /* in flight */
     struct stat attributes; /* as the kernel was told */
-    int64_t told_ms;
+    int64_t told_us;
     int kept_seconds;
-    /* How it was last found, for the next open; of folders, which are opened without a call, nothing. */
-    struct handle folder;
+    struct handle folder; /* where it was found last */
     char *name;
     pid_t finder;
-    int64_t found_us;
-    /* The last answer about what a user may do with it, while its attributes stay. */
+    /* The last answer about what a user may do with it, for as long as its attributes stay. */
     bool has_access;
     uid_t access_uid;
     gid_t access_gid;
     uint32_t access;
 };
 
-/* All of a folder, read when a process begins to read it. */
+/* All of a folder, read when a process begins to read it, as FUSE wants it; an entry's offset is where the next begins. */
 struct listing {
-    struct listed {
-        char name[MOST_NAME + 1];
-        struct stat attributes; /* st_mode 0: unknown */
-        struct handle handle;
-    } *entries;
-    size_t count, room;
-    uint64_t cookie;
-    char verifier[VERIFIER];
-    int64_t read_ms;
+    char *data;
+    size_t size;
 };
 
 struct call;
-/* Goes on with the reply to a call; true if the call has gone to the server once more. `error` is 0 or an errno. */
-typedef bool step_t(struct call *call, int error, struct reply *reply);
+typedef void step_t(struct call *call, const void *reply);
 
 struct call {
-    fuse_req_t request; /* NULL: the process was killed, nobody waits */
+    fuse_req_t request; /* NULL: the process was killed, or its patience is over; nobody waits */
     pid_t pid;
     uid_t uid;
     gid_t gid;
+    int64_t begun_us;
     bool is_interrupted;
     struct node *node;
-    step_t *step;
-    struct message *message;
+    step_t *step; /* what to do with the reply; NULL while that is done, unless the call goes to the server again */
     struct fuse_file_info file;
-    char name[MOST_NAME + 1];
-    char *data; /* read so far */
-    size_t size, got;
-    off_t offset;
+    bool makes_open_file;
+    struct handle target;
+    char *name;
+    size_t size;
     struct listing listing;
-    bool is_plus;
     struct call *next;
 };
 
-static struct server server;
+static struct rpc_context *rpc;
 static struct fuse_session *session;
+static int64_t patience_us;
 static struct node root;
 static struct node *table[TABLE_SIZE];
 static struct call *calls;
-static size_t most_read = MOST_DATA, most_write = MOST_DATA;
+
+static int64_t now_us(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000LL + now.tv_nsec / 1000;
+}
+
+/* A failed allocation ends the mount: nobody could be told of it. */
+static void *checked(void *memory)
+{
+    if (memory == NULL)
+        abort();
+    return memory;
+}
 
 /* Files. */
 
@@ -132,14 +146,9 @@ static struct node *node_of(fuse_ino_t inode)
     return inode == FUSE_ROOT_ID ? &root : (struct node *)(uintptr_t)inode;
 }
 
-static struct node *find_node(const struct handle *handle)
+static fuse_ino_t inode_of(const struct node *node)
 {
-    struct node **place = place_of(handle);
-    if (*place == NULL) {
-        *place = allocate(sizeof **place);
-        (*place)->handle = *handle;
-    }
-    return *place;
+    return node == &root ? FUSE_ROOT_ID : (fuse_ino_t)(uintptr_t)node;
 }
 
 static void free_unused(struct node *node)
@@ -151,122 +160,81 @@ static void free_unused(struct node *node)
     free(node);
 }
 
-static void forget_name(struct node *node)
-{
-    free(node->name);
-    node->name = NULL;
-}
-
-static bool is_same(const struct timespec *a, const struct timespec *b)
-{
-    return a->tv_sec == b->tv_sec && a->tv_nsec == b->tv_nsec;
-}
-
 static bool has_changed(const struct stat *before, const struct stat *now)
 {
     return before->st_size != now->st_size || before->st_mode != now->st_mode ||
-           !is_same(&before->st_mtim, &now->st_mtim) || !is_same(&before->st_ctim, &now->st_ctim);
+           memcmp(&before->st_mtim, &now->st_mtim, sizeof now->st_mtim) != 0 ||
+           memcmp(&before->st_ctim, &now->st_ctim, sizeof now->st_ctim) != 0;
 }
 
 /* Note what the kernel is about to be told of a file. Returns for how many seconds it may keep that. */
 static int tell(struct node *node, const struct stat *now)
 {
-    const int64_t ms = now_ms();
     if (node->kept_seconds == 0 || has_changed(&node->attributes, now)) {
         node->kept_seconds = S_ISDIR(now->st_mode) ? KEPT_FOLDER_SECONDS : KEPT_FILE_SECONDS;
         node->has_access = false;
-    } else if (ms - node->told_ms >= node->kept_seconds * 1000) {
-        node->kept_seconds *= 2;
-        if (node->kept_seconds > KEPT_MOST_SECONDS)
-            node->kept_seconds = KEPT_MOST_SECONDS;
+    } else if (now_us() - node->told_us >= node->kept_seconds * 1000000LL) {
+        node->kept_seconds = 2 * node->kept_seconds < KEPT_MOST_SECONDS ? 2 * node->kept_seconds : KEPT_MOST_SECONDS;
     }
-    node->told_ms = ms;
+    node->told_us = now_us();
     node->attributes = *now;
     return node->kept_seconds;
 }
 
-/* Tell of a file under a name. The caller counts the lookup if the kernel takes it. */
-static struct node *introduce(const struct handle *handle, const struct stat *attributes, struct fuse_entry_param *entry)
+/* Between NFS and C. */
+
+static nfs_fh3 to_nfs(const struct handle *handle)
 {
-    struct node *node = find_node(handle);
-    *entry = (struct fuse_entry_param){.ino = node == &root ? FUSE_ROOT_ID : (fuse_ino_t)(uintptr_t)node,
-                                       .generation = 1,
-                                       .attr = *attributes};
-    entry->attr_timeout = entry->entry_timeout = tell(node, attributes);
-    return node;
+    return (nfs_fh3){.data = {handle->size, (char *)handle->bytes}};
 }
 
-/* Parts of calls and replies. */
-
-static void put_handle(struct message *message, const struct handle *handle)
+static struct handle to_handle(const nfs_fh3 *from)
 {
-    put_opaque(message, handle->bytes, handle->size);
-}
-
-static void put_name(struct message *message, const char *name)
-{
-    put_opaque(message, name, strlen(name));
-}
-
-static struct handle get_handle(struct reply *reply)
-{
-    struct handle handle = {0};
-    size_t size;
-    const char *bytes = get_opaque(reply, &size, MOST_HANDLE);
-    handle.size = (uint32_t)size;
-    memcpy(handle.bytes, bytes, size);
+    struct handle handle = {.size = from->data.data_len};
+    if (handle.size > NFS3_FHSIZE)
+        abort();
+    memcpy(handle.bytes, from->data.data_val, handle.size);
     return handle;
 }
 
-static struct timespec get_time(struct reply *reply)
-{
-    const uint32_t seconds = get_32(reply);
-    return (struct timespec){.tv_sec = seconds, .tv_nsec = get_32(reply)};
-}
-
-static struct stat get_attributes(struct reply *reply)
+static struct stat to_stat(const fattr3 *from)
 {
     static const mode_t types[] = {0, S_IFREG, S_IFDIR, S_IFBLK, S_IFCHR, S_IFLNK, S_IFSOCK, S_IFIFO};
-    struct stat now = {0};
-    const uint32_t type = get_32(reply);
-    now.st_mode = (type < 8 ? types[type] : 0) | (get_32(reply) & 07777);
-    now.st_nlink = get_32(reply);
-    now.st_uid = get_32(reply);
-    now.st_gid = get_32(reply);
-    now.st_size = (off_t)get_64(reply);
-    now.st_blocks = (blkcnt_t)((get_64(reply) + 511) / 512);
-    now.st_rdev = get_64(reply);
-    get_64(reply); /* fsid */
-    now.st_ino = get_64(reply);
-    now.st_atim = get_time(reply);
-    now.st_mtim = get_time(reply);
-    now.st_ctim = get_time(reply);
-    now.st_blksize = MOST_DATA; /* as the kernel's client: programs write in pieces of this size */
-    return now;
-}
-
-/* Attributes that may be left out; then st_mode is 0. */
-static struct stat get_optional_attributes(struct reply *reply)
-{
-    return get_32(reply) != 0 ? get_attributes(reply) : (struct stat){0};
-}
-
-static int errno_of(uint32_t status)
-{
-    static const struct {
-        uint32_t status;
-        int error;
-    } others[] = {
-        {63, ENAMETOOLONG}, {66, ENOTEMPTY}, {69, EDQUOT},       {70, ESTALE},    {71, EREMOTE},
-        {10001, ESTALE},    {10003, EINVAL}, {10004, EOPNOTSUPP}, {10005, EINVAL}, {10006, EFAULT},
-        {10007, EINVAL},    {10008, EAGAIN},
+    return (struct stat){
+        .st_mode = types[from->type & 7] | (from->mode & 07777),
+        .st_ino = from->fileid,
+        .st_nlink = from->nlink,
+        .st_uid = from->uid,
+        .st_gid = from->gid,
+        .st_size = (off_t)from->size,
+        .st_blocks = (blkcnt_t)((from->used + 511) / 512),
+        .st_blksize = MOST_DATA, /* as with the kernel's client: programs write in pieces of this size */
+        .st_atim = {from->atime.seconds, from->atime.nseconds},
+        .st_mtim = {from->mtime.seconds, from->mtime.nseconds},
+        .st_ctim = {from->ctime.seconds, from->ctime.nseconds},
     };
-    if (status <= 30) /* these are the numbers of Unix */
-        return (int)status;
-    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
-        if (others[i].status == status)
-            return others[i].error;
-    return EIO;
+}
+
+/* Attributes that may be left out; then the mode is 0. */
+static struct stat to_optional_stat(const post_op_attr *from)
+{
+    return from->attributes_follow ? to_stat(&from->post_op_attr_u.attributes) : (struct stat){0};
+}
+
+/* What SETATTR and the calls that make something set. `valid`: FUSE_SET_ATTR_... */
+static sattr3 to_new_attributes(const struct stat *new, int valid)
+{
+    const bool accessed = valid & FUSE_SET_ATTR_ATIME, modified = valid & FUSE_SET_ATTR_MTIME;
+    return (sattr3){
+        .mode = {(valid & FUSE_SET_ATTR_MODE) != 0, {new->st_mode & 07777}},
+        .uid = {(valid & FUSE_SET_ATTR_UID) != 0, {new->st_uid}},
+        .gid = {(valid & FUSE_SET_ATTR_GID) != 0, {new->st_gid}},
+        .size = {(valid & FUSE_SET_ATTR_SIZE) != 0, {(size3)new->st_size}},
+        .atime = {!accessed ? DONT_CHANGE : valid & FUSE_SET_ATTR_ATIME_NOW ? SET_TO_SERVER_TIME : SET_TO_CLIENT_TIME,
+                  {{(u_int)new->st_atim.tv_sec, (u_int)new->st_atim.tv_nsec}}},
+        .mtime = {!modified ? DONT_CHANGE : valid & FUSE_SET_ATTR_MTIME_NOW ? SET_TO_SERVER_TIME : SET_TO_CLIENT_TIME,
+                  {{(u_int)new->st_mtim.tv_sec, (u_int)new->st_mtim.tv_nsec}}},
+    };
 }
 
 /* Calls. */
@@ -299,47 +267,76 @@ static bool is_killed(pid_t pid)
 
 static void note_interrupt(fuse_req_t request, void *call)
 {
-    (void)request;
     ((struct call *)call)->is_interrupted = true;
 }
 
-/* Answer those that were killed. Returns whether others have had a signal: they are to be looked at again soon. */
-static bool abandon_killed(void)
+/* Answer the calls whose process was killed, or whose patience is over. Returns in how many ms to look again; -1: never. */
+static int abandon(void)
 {
-    bool has_others = false;
+    int look_ms = -1;
     for (struct call *call = calls; call != NULL; call = call->next) {
-        if (call->request == NULL || !call->is_interrupted)
+        if (call->request == NULL)
             continue;
-        if (is_killed(call->pid)) {
-            fuse_reply_err(call->request, EINTR);
+        const bool is_over = patience_us > 0 && now_us() - call->begun_us > patience_us;
+        if (is_over || (call->is_interrupted && is_killed(call->pid))) {
+            fuse_reply_err(call->request, is_over ? EIO : EINTR);
             call->request = NULL;
-        } else {
-            has_others = true;
+        } else if (call->is_interrupted || patience_us > 0) {
+            look_ms = LOOK_MS;
         }
     }
-    return has_others;
+    return look_ms;
 }
 
-/* Begin the work for a request of FUSE about a file. */
-static struct call *begin(fuse_req_t request, fuse_ino_t inode, const struct fuse_file_info *file)
+static void act_as(uid_t uid, gid_t gid)
+{
+    rpc_set_uid(rpc, (int)uid);
+    rpc_set_gid(rpc, (int)gid);
+}
+
+/* Begin the work for a request of FUSE about a file, or about a name in a folder. */
+static struct call *begin(fuse_req_t request, fuse_ino_t inode, const char *name)
 {
     const struct fuse_ctx *who = fuse_req_ctx(request);
-    struct call *call = allocate(sizeof *call);
-    call->request = request;
-    call->pid = who->pid;
-    call->uid = who->uid;
-    call->gid = who->gid;
-    if (file != NULL) {
-        call->file = *file;
-        call->uid = (uid_t)(file->fh >> 32); /* of who opened it */
-        call->gid = (gid_t)file->fh;
-    }
+    struct call *call = checked(calloc(1, sizeof *call));
+    *call = (struct call){.request = request, .pid = who->pid, .uid = who->uid, .gid = who->gid, .next = calls};
+    call->begun_us = now_us();
     call->node = node_of(inode);
     call->node->calls++;
-    call->next = calls;
+    if (name != NULL)
+        call->name = checked(strdup(name));
     calls = call;
     fuse_req_interrupt_func(request, note_interrupt, call);
+    act_as(call->uid, call->gid);
     return call;
+}
+
+/* The same for an open file: in the name of who opened it. */
+static struct call *begin_open(fuse_req_t request, fuse_ino_t inode, const struct fuse_file_info *file)
+{
+    struct call *call = begin(request, inode, NULL);
+    if (file != NULL) {
+        call->uid = (uid_t)(file->fh >> 32);
+        call->gid = (gid_t)file->fh;
+        act_as(call->uid, call->gid);
+    }
+    return call;
+}
+
+static void set_opener(struct fuse_file_info *file, uid_t uid, gid_t gid)
+{
+    file->fh = (uint64_t)uid << 32 | gid;
+    file->keep_cache = 1; /* data go when the kernel is told of other attributes */
+}
+
+static nfs_fh3 handle_of(const struct call *call)
+{
+    return to_nfs(&call->node->handle);
+}
+
+static diropargs3 place_in(const struct call *call)
+{
+    return (diropargs3){handle_of(call), call->name};
 }
 
 static void end(struct call *call)
@@ -350,337 +347,213 @@ static void end(struct call *call)
     *place = call->next;
     call->node->calls--;
     free_unused(call->node);
-    free(call->listing.entries);
-    free(call->data);
+    free(call->listing.data);
+    free(call->name);
     free(call);
 }
 
-/* Begin a call of NFS, to which the caller adds what follows the first handle. */
-static struct message *ask(struct call *call, uint32_t procedure, const struct handle *handle, size_t data_size)
-{
-    call->message = rpc_begin(&server, NFS_PROGRAM, procedure, call->uid, call->gid, data_size);
-    put_handle(call->message, handle);
-    return call->message;
-}
+static step_t look_again; /* it has its own way with errors */
 
-static step_t reopen, list; /* these go on after some errors */
-
-static void finish(void *owner, int error, struct reply *reply)
+/* What libnfs calls when a reply is there. All replies begin with NFS's status. */
+static void finish(struct rpc_context *unused, int status, void *reply, void *owner)
 {
     struct call *call = owner;
-    if (error == 0)
-        error = errno_of(get_32(reply));
-    else
-        error = -error;
-    if (call->request != NULL) {
-        if (error != 0 && call->step != reopen && call->step != list)
-            fuse_reply_err(call->request, error);
-        else if (call->step(call, error, reply))
-            return;
-    }
-    end(call);
+    step_t *step = call->step;
+    const int error = status != RPC_STATUS_SUCCESS ? EIO : -nfsstat3_to_errno(*(const int *)reply);
+
+    call->step = NULL;
+    act_as(call->uid, call->gid);
+    if (call->request != NULL && error != 0 && step != look_again)
+        fuse_reply_err(call->request, error);
+    else if (call->request != NULL)
+        step(call, error == 0 ? reply : NULL);
+    if (call->step == NULL)
+        end(call);
 }
 
-static void go(struct call *call, step_t *step)
+/* Note what is to be done with the reply to a call. `sent`: what libnfs returned for it. */
+static void then(struct call *call, step_t *step, int sent)
 {
+    if (sent != 0)
+        abort(); /* no memory */
     call->step = step;
-    rpc_send(&server, call->message, finish, call);
 }
 
-/* True if a name is too long; then the request has its answer. */
-static bool is_refused(fuse_req_t request, const char *name)
-{
-    if (strlen(name) <= MOST_NAME)
-        return false;
-    fuse_reply_err(request, ENAMETOOLONG);
-    return true;
-}
+/* What a reply has if its call succeeded. */
+#define RESULT(TYPE, reply) (&((const TYPE *)(reply))->TYPE##_u.resok)
 
-static bool answer_done(struct call *call, int error, struct reply *reply)
+static void answer_done(struct call *call, const void *reply)
 {
-    (void)reply;
-    fuse_reply_err(call->request, error);
-    return false;
+    fuse_reply_err(call->request, 0);
 }
 
 /* Attributes. */
 
-static void answer_with(struct call *call, const struct stat *now)
+static void answer_attributes(struct call *call, const void *reply)
 {
-    const int seconds = tell(call->node, now);
-    fuse_reply_attr(call->request, now, seconds);
+    const struct stat now = to_stat(&RESULT(GETATTR3res, reply)->obj_attributes);
+    fuse_reply_attr(call->request, &now, tell(call->node, &now));
 }
 
-static bool answer_attributes(struct call *call, int error, struct reply *reply)
+static void ask_attributes(struct call *call, step_t *step)
 {
-    const struct stat now = get_attributes(reply);
-    (void)error;
-    if (reply->is_short)
-        fuse_reply_err(call->request, EIO);
-    else
-        answer_with(call, &now);
-    return false;
+    GETATTR3args args = {handle_of(call)};
+    then(call, step, rpc_nfs3_getattr_async(rpc, finish, &args, call));
 }
 
 static void do_getattr(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *file)
 {
-    struct call *call = begin(request, inode, NULL);
-    (void)file;
-    ask(call, GETATTR, &call->node->handle, 0);
-    go(call, answer_attributes);
+    ask_attributes(begin(request, inode, NULL), answer_attributes);
 }
 
-/* Skip what an operation's reply says of the time before it. */
-static bool get_before(struct reply *reply, struct stat *before)
+static void answer_set(struct call *call, const void *reply)
 {
-    if (get_32(reply) == 0)
-        return false;
-    before->st_size = (off_t)get_64(reply);
-    before->st_mtim = get_time(reply);
-    before->st_ctim = get_time(reply);
-    return true;
-}
-
-static bool answer_set(struct call *call, int error, struct reply *reply)
-{
-    struct stat before;
-    (void)error;
-    get_before(reply, &before);
-    const struct stat now = get_optional_attributes(reply);
-    if (now.st_mode != 0 && !reply->is_short) {
-        answer_with(call, &now);
-        return false;
-    }
-    ask(call, GETATTR, &call->node->handle, 0);
-    go(call, answer_attributes);
-    return true;
-}
-
-static void put_set(struct message *message, bool is_set, uint32_t value)
-{
-    put_32(message, is_set);
-    if (is_set)
-        put_32(message, value);
-}
-
-static void put_set_time(struct message *message, bool is_set, bool is_now, const struct timespec *time)
-{
-    put_32(message, !is_set ? 0 : is_now ? 1 : 2);
-    if (is_set && !is_now) {
-        put_32(message, (uint32_t)time->tv_sec);
-        put_32(message, (uint32_t)time->tv_nsec);
-    }
-}
-
-/* All that SETATTR and the calls that make something may set. `valid`: FUSE_SET_ATTR_... */
-static void put_new_attributes(struct message *message, const struct stat *new, int valid)
-{
-    put_set(message, valid & FUSE_SET_ATTR_MODE, new->st_mode & 07777);
-    put_set(message, valid & FUSE_SET_ATTR_UID, new->st_uid);
-    put_set(message, valid & FUSE_SET_ATTR_GID, new->st_gid);
-    put_32(message, (valid & FUSE_SET_ATTR_SIZE) != 0);
-    if (valid & FUSE_SET_ATTR_SIZE)
-        put_64(message, (uint64_t)new->st_size);
-    put_set_time(message, valid & FUSE_SET_ATTR_ATIME, valid & FUSE_SET_ATTR_ATIME_NOW, &new->st_atim);
-    put_set_time(message, valid & FUSE_SET_ATTR_MTIME, valid & FUSE_SET_ATTR_MTIME_NOW, &new->st_mtim);
+    const struct stat now = to_optional_stat(&RESULT(SETATTR3res, reply)->obj_wcc.after);
+    if (now.st_mode == 0)
+        fuse_reply_err(call->request, EIO);
+    else
+        fuse_reply_attr(call->request, &now, tell(call->node, &now));
 }
 
 static void do_setattr(fuse_req_t request, fuse_ino_t inode, struct stat *new, int valid, struct fuse_file_info *file)
 {
-    struct call *call = begin(request, inode, file);
-    struct message *message = ask(call, SETATTR, &call->node->handle, 0);
-    put_new_attributes(message, new, valid);
-    put_32(message, 0); /* whatever its ctime is */
-    go(call, answer_set);
+    struct call *call = begin_open(request, inode, file);
+    SETATTR3args args = {.object = handle_of(call), .new_attributes = to_new_attributes(new, valid)};
+    then(call, answer_set, rpc_nfs3_setattr_async(rpc, finish, &args, call));
 }
 
-static bool answer_volume(struct call *call, int error, struct reply *reply)
+static void answer_volume(struct call *call, const void *reply)
 {
+    const FSSTAT3resok *found = RESULT(FSSTAT3res, reply);
     const uint64_t block = 4096;
-    struct statvfs volume = {.f_bsize = block, .f_frsize = block, .f_namemax = MOST_NAME};
-    (void)error;
-    get_optional_attributes(reply);
-    volume.f_blocks = get_64(reply) / block;
-    volume.f_bfree = get_64(reply) / block;
-    volume.f_bavail = get_64(reply) / block;
-    volume.f_files = get_64(reply);
-    volume.f_ffree = get_64(reply);
-    volume.f_favail = get_64(reply);
-    if (reply->is_short)
-        fuse_reply_err(call->request, EIO);
-    else
-        fuse_reply_statfs(call->request, &volume);
-    return false;
+    const struct statvfs volume = {
+        .f_bsize = block, .f_frsize = block, .f_namemax = 255,
+        .f_blocks = found->tbytes / block, .f_bfree = found->fbytes / block, .f_bavail = found->abytes / block,
+        .f_files = found->tfiles, .f_ffree = found->ffiles, .f_favail = found->afiles,
+    };
+    fuse_reply_statfs(call->request, &volume);
 }
 
 static void do_statfs(fuse_req_t request, fuse_ino_t inode)
 {
     struct call *call = begin(request, inode, NULL);
-    ask(call, FSSTAT, &call->node->handle, 0);
-    go(call, answer_volume);
+    FSSTAT3args args = {handle_of(call)};
+    then(call, answer_volume, rpc_nfs3_fsstat_async(rpc, finish, &args, call));
 }
 
 /* Names. */
 
-/* Note where a file was found, and answer with it: in `opened`, as a new file that is open. */
-static void answer_found(struct call *call, const struct handle *handle, const struct stat *now,
-                         const struct fuse_file_info *opened)
+/* Tell the kernel of a file under the call's name. */
+static void answer_found(struct call *call, const struct handle *handle, const struct stat *now)
 {
-    struct fuse_entry_param entry;
-    struct timespec time;
-    struct node *node = introduce(handle, now, &entry);
-    if (!S_ISDIR(now->st_mode)) {
-        if (node->name == NULL || strcmp(node->name, call->name) != 0) {
-            forget_name(node);
-            node->name = strdup(call->name);
-        }
-        node->folder = call->node->handle;
-        node->finder = call->pid;
-        clock_gettime(CLOCK_MONOTONIC, &time);
-        node->found_us = time.tv_sec * 1000000LL + time.tv_nsec / 1000;
+    if (handle->size == 0 || now->st_mode == 0) { /* gone between two looks of the server: the kernel is to ask again */
+        fuse_reply_err(call->request, ESTALE);
+        return;
     }
+    struct node **place = place_of(handle), *node = *place;
+    if (node == NULL) {
+        node = *place = checked(calloc(1, sizeof *node));
+        node->handle = *handle;
+    }
+    struct fuse_entry_param entry = {.ino = inode_of(node), .generation = 1, .attr = *now};
+    entry.attr_timeout = entry.entry_timeout = tell(node, now);
+    free(node->name);
+    node->name = call->name;
+    call->name = NULL;
+    node->folder = call->node->handle;
+    node->finder = call->pid;
     node->lookups++;
-    if ((opened != NULL ? fuse_reply_create(call->request, &entry, opened) : fuse_reply_entry(call->request, &entry)) != 0)
+    if ((call->makes_open_file ? fuse_reply_create(call->request, &entry, &call->file)
+                               : fuse_reply_entry(call->request, &entry)) != 0)
         node->lookups--;
     free_unused(node);
 }
 
-static bool answer_lookup(struct call *call, int error, struct reply *reply)
+static void answer_lookup(struct call *call, const void *reply)
 {
-    const struct handle handle = get_handle(reply);
-    const struct stat now = get_optional_attributes(reply);
-    (void)error;
-    if (reply->is_short || now.st_mode == 0)
-        fuse_reply_err(call->request, ESTALE); /* gone between two looks of the server; the kernel asks again */
-    else
-        answer_found(call, &handle, &now, NULL);
-    return false;
+    const struct handle handle = to_handle(&RESULT(LOOKUP3res, reply)->object);
+    const struct stat now = to_optional_stat(&RESULT(LOOKUP3res, reply)->obj_attributes);
+    answer_found(call, &handle, &now);
+}
+
+/* After CREATE, MKDIR and SYMLINK, whose replies are alike. */
+static void answer_made(struct call *call, const void *reply)
+{
+    const post_op_fh3 *made = &RESULT(CREATE3res, reply)->obj;
+    const struct handle handle = made->handle_follows ? to_handle(&made->post_op_fh3_u.handle) : (struct handle){0};
+    const struct stat now = to_optional_stat(&RESULT(CREATE3res, reply)->obj_attributes);
+    answer_found(call, &handle, &now);
+}
+
+static void answer_link(struct call *call, const void *reply)
+{
+    const struct stat now = to_optional_stat(&RESULT(LINK3res, reply)->file_attributes);
+    answer_found(call, &call->target, &now);
 }
 
 static void do_lookup(fuse_req_t request, fuse_ino_t folder, const char *name)
 {
-    if (is_refused(request, name))
-        return;
-    struct call *call = begin(request, folder, NULL);
-    strcpy(call->name, name);
-    put_name(ask(call, LOOKUP, &call->node->handle, 0), name);
-    go(call, answer_lookup);
+    struct call *call = begin(request, folder, name);
+    LOOKUP3args args = {place_in(call)};
+    then(call, answer_lookup, rpc_nfs3_lookup_async(rpc, finish, &args, call));
 }
 
 static void do_forget(fuse_req_t request, fuse_ino_t inode, uint64_t count)
 {
-    struct node *node = node_of(inode);
-    node->lookups -= count < node->lookups ? count : node->lookups;
-    free_unused(node);
+    node_of(inode)->lookups -= count;
+    free_unused(node_of(inode));
     fuse_reply_none(request);
-}
-
-/* After a call that makes something. A server may leave out what it has made, which none does that is known to us. */
-static bool answer_made(struct call *call, int error, struct reply *reply)
-{
-    const struct handle handle = get_32(reply) != 0 ? get_handle(reply) : (struct handle){0};
-    const struct stat now = get_optional_attributes(reply);
-    (void)error;
-    if (reply->is_short || handle.size == 0 || now.st_mode == 0)
-        fuse_reply_err(call->request, EIO);
-    else
-        answer_found(call, &handle, &now, call->size != 0 ? &call->file : NULL);
-    return false;
-}
-
-/* Begin a call that makes something under a name. */
-static struct call *begin_making(fuse_req_t request, fuse_ino_t folder, const char *name, uint32_t procedure)
-{
-    if (is_refused(request, name))
-        return NULL;
-    struct call *call = begin(request, folder, NULL);
-    strcpy(call->name, name);
-    put_name(ask(call, procedure, &call->node->handle, MOST_PATH), name);
-    return call;
 }
 
 static void do_mkdir(fuse_req_t request, fuse_ino_t folder, const char *name, mode_t mode)
 {
-    struct call *call = begin_making(request, folder, name, MKDIR);
-    if (call == NULL)
-        return;
-    put_new_attributes(call->message, &(struct stat){.st_mode = mode}, FUSE_SET_ATTR_MODE);
-    go(call, answer_made);
+    struct call *call = begin(request, folder, name);
+    const struct stat new = {.st_mode = mode};
+    MKDIR3args args = {place_in(call), to_new_attributes(&new, FUSE_SET_ATTR_MODE)};
+    then(call, answer_made, rpc_nfs3_mkdir_async(rpc, finish, &args, call));
 }
 
 static void do_symlink(fuse_req_t request, const char *target, fuse_ino_t folder, const char *name)
 {
-    struct call *call = begin_making(request, folder, name, SYMLINK);
-    if (call == NULL)
-        return;
-    put_new_attributes(call->message, &(struct stat){.st_mode = 0777}, FUSE_SET_ATTR_MODE);
-    put_name(call->message, target);
-    go(call, answer_made);
-}
-
-static void set_opener(struct call *call)
-{
-    call->file.fh = (uint64_t)call->uid << 32 | call->gid;
-    call->file.keep_cache = 1; /* data go when the kernel is told of other attributes */
+    struct call *call = begin(request, folder, name);
+    const struct stat new = {.st_mode = 0777};
+    SYMLINK3args args = {place_in(call), {to_new_attributes(&new, FUSE_SET_ATTR_MODE), (char *)target}};
+    then(call, answer_made, rpc_nfs3_symlink_async(rpc, finish, &args, call));
 }
 
 static void do_create(fuse_req_t request, fuse_ino_t folder, const char *name, mode_t mode, struct fuse_file_info *file)
 {
-    struct call *call = begin_making(request, folder, name, CREATE);
-    if (call == NULL)
-        return;
+    struct call *call = begin(request, folder, name);
+    const struct stat new = {.st_mode = mode};
+    const int valid = FUSE_SET_ATTR_MODE | (file->flags & O_TRUNC ? FUSE_SET_ATTR_SIZE : 0);
+    CREATE3args args = {place_in(call), {.mode = file->flags & O_EXCL ? GUARDED : UNCHECKED}};
+    args.how.createhow3_u.obj_attributes = to_new_attributes(&new, valid);
+    call->makes_open_file = true;
     call->file = *file;
-    call->size = 1; /* it is to be opened too */
-    set_opener(call);
-    put_32(call->message, file->flags & O_EXCL ? 1 : 0);
-    put_new_attributes(call->message, &(struct stat){.st_mode = mode},
-                       FUSE_SET_ATTR_MODE | (file->flags & O_TRUNC ? FUSE_SET_ATTR_SIZE : 0));
-    go(call, answer_made);
-}
-
-static bool answer_link(struct call *call, int error, struct reply *reply)
-{
-    const struct stat now = get_optional_attributes(reply);
-    (void)error;
-    struct fuse_entry_param entry;
-    if (reply->is_short || now.st_mode == 0) {
-        fuse_reply_err(call->request, EIO);
-        return false;
-    }
-    introduce(&call->node->handle, &now, &entry)->lookups++;
-    if (fuse_reply_entry(call->request, &entry) != 0)
-        call->node->lookups--;
-    return false;
+    set_opener(&call->file, call->uid, call->gid);
+    then(call, answer_made, rpc_nfs3_create_async(rpc, finish, &args, call));
 }
 
 static void do_link(fuse_req_t request, fuse_ino_t inode, fuse_ino_t folder, const char *name)
 {
-    if (is_refused(request, name))
-        return;
-    struct call *call = begin(request, inode, NULL);
-    struct message *message = ask(call, LINK, &call->node->handle, 0);
-    put_handle(message, &node_of(folder)->handle);
-    put_name(message, name);
-    go(call, answer_link);
-}
-
-static void remove_name(fuse_req_t request, fuse_ino_t folder, const char *name, uint32_t procedure)
-{
-    if (is_refused(request, name))
-        return;
-    struct call *call = begin(request, folder, NULL);
-    put_name(ask(call, procedure, &call->node->handle, 0), name);
-    go(call, answer_done);
+    struct call *call = begin(request, folder, name);
+    call->target = node_of(inode)->handle;
+    LINK3args args = {to_nfs(&call->target), place_in(call)};
+    then(call, answer_link, rpc_nfs3_link_async(rpc, finish, &args, call));
 }
 
 static void do_unlink(fuse_req_t request, fuse_ino_t folder, const char *name)
 {
-    remove_name(request, folder, name, REMOVE);
+    struct call *call = begin(request, folder, name);
+    REMOVE3args args = {place_in(call)};
+    then(call, answer_done, rpc_nfs3_remove_async(rpc, finish, &args, call));
 }
 
 static void do_rmdir(fuse_req_t request, fuse_ino_t folder, const char *name)
 {
-    remove_name(request, folder, name, RMDIR);
+    struct call *call = begin(request, folder, name);
+    RMDIR3args args = {place_in(call)};
+    then(call, answer_done, rpc_nfs3_rmdir_async(rpc, finish, &args, call));
 }
 
 static void do_rename(fuse_req_t request, fuse_ino_t folder, const char *name, fuse_ino_t new_folder, const char *new_name,
@@ -690,532 +563,341 @@ static void do_rename(fuse_req_t request, fuse_ino_t folder, const char *name, f
         fuse_reply_err(request, EINVAL);
         return;
     }
-    if (is_refused(request, name) || is_refused(request, new_name))
-        return;
-    struct call *call = begin(request, folder, NULL);
-    struct message *message = ask(call, RENAME, &call->node->handle, 0);
-    put_name(message, name);
-    put_handle(message, &node_of(new_folder)->handle);
-    put_name(message, new_name);
-    go(call, answer_done);
+    struct call *call = begin(request, folder, name);
+    RENAME3args args = {place_in(call), {to_nfs(&node_of(new_folder)->handle), (char *)new_name}};
+    then(call, answer_done, rpc_nfs3_rename_async(rpc, finish, &args, call));
 }
 
-static bool answer_target(struct call *call, int error, struct reply *reply)
+static void answer_target(struct call *call, const void *reply)
 {
-    char target[MOST_PATH] = {0};
-    size_t size;
-    (void)error;
-    get_optional_attributes(reply);
-    const char *bytes = get_opaque(reply, &size, sizeof target - 1);
-    memcpy(target, bytes, size);
-    if (reply->is_short)
-        fuse_reply_err(call->request, EIO);
-    else
-        fuse_reply_readlink(call->request, target);
-    return false;
+    fuse_reply_readlink(call->request, RESULT(READLINK3res, reply)->data);
 }
 
 static void do_readlink(fuse_req_t request, fuse_ino_t inode)
 {
     struct call *call = begin(request, inode, NULL);
-    ask(call, READLINK, &call->node->handle, 0);
-    go(call, answer_target);
+    READLINK3args args = {handle_of(call)};
+    then(call, answer_target, rpc_nfs3_readlink_async(rpc, finish, &args, call));
 }
 
 /* Open files. */
 
-/* Whether `granted`, bits of ACCESS, are enough for the way in which a file is opened. */
-static bool is_enough(const struct call *call, uint32_t granted)
+/* Whether bits of ACCESS are enough for the way in which a file is opened. */
+static bool is_enough(const struct fuse_file_info *file, uint32_t granted)
 {
-    const int mode = call->file.flags & O_ACCMODE;
-    const bool can_read = (granted & (MAY_READ | MAY_EXECUTE)) != 0, can_write = (granted & MAY_MODIFY) != 0;
-    return (mode == O_WRONLY || can_read) && (mode == O_RDONLY || can_write);
+    const int mode = file->flags & O_ACCMODE;
+    return (mode == O_WRONLY || granted & (ACCESS3_READ | ACCESS3_EXECUTE)) &&
+           (mode == O_RDONLY || granted & ACCESS3_MODIFY);
 }
 
-static void answer_open(struct call *call, uint32_t granted)
-{
-    if (is_enough(call, granted))
-        fuse_reply_open(call->request, &call->file);
-    else
-        fuse_reply_err(call->request, EACCES);
-}
-
-static bool answer_access(struct call *call, int error, struct reply *reply)
-{
-    struct node *node = call->node;
-    (void)error;
-    get_optional_attributes(reply);
-    node->access = get_32(reply);
-    node->access_uid = call->uid;
-    node->access_gid = call->gid;
-    node->has_access = !reply->is_short;
-    if (reply->is_short)
-        fuse_reply_err(call->request, EIO);
-    else
-        answer_open(call, node->access);
-    return false;
-}
+static step_t answer_access;
 
 /*
  * The last step of opening: whether the user may. The mode tells where it grants by uid and gid alone, except for root,
  * whom the server may take for nobody. Else the server is asked.
  */
-static bool check_access(struct call *call)
+static void check_access(struct call *call)
 {
     const struct node *node = call->node;
     const struct stat *now = &node->attributes;
-    const mode_t bits = call->uid == now->st_uid ? now->st_mode >> 6
-                        : call->gid == now->st_gid ? now->st_mode >> 3 : now->st_mode;
-    const uint32_t by_mode = (bits & 4 ? MAY_READ : 0) | (bits & 2 ? MAY_MODIFY : 0) | (bits & 1 ? MAY_EXECUTE : 0);
     const bool is_known = node->has_access && node->access_uid == call->uid && node->access_gid == call->gid;
+    const mode_t bits = now->st_mode >> (call->uid == now->st_uid ? 6 : call->gid == now->st_gid ? 3 : 0);
+    uint32_t granted = (bits & 4 ? ACCESS3_READ : 0) | (bits & 2 ? ACCESS3_MODIFY : 0) | (bits & 1 ? ACCESS3_EXECUTE : 0);
 
-    if (is_known || (call->uid != 0 && is_enough(call, by_mode))) {
-        answer_open(call, is_known ? node->access : by_mode);
-        return false;
+    if (is_known || call->uid == 0)
+        granted = is_known ? node->access : 0;
+    if (is_enough(&call->file, granted)) {
+        fuse_reply_open(call->request, &call->file);
+    } else if (is_known) {
+        fuse_reply_err(call->request, EACCES);
+    } else {
+        ACCESS3args args = {handle_of(call), ACCESS3_READ | ACCESS3_MODIFY | ACCESS3_EXECUTE};
+        then(call, answer_access, rpc_nfs3_access_async(rpc, finish, &args, call));
     }
-    put_32(ask(call, ACCESS, &node->handle, 0), MAY_READ | MAY_MODIFY | MAY_EXECUTE);
-    go(call, answer_access);
-    return true;
 }
 
-/* After a file that is opened was looked at again, under its name or, without one, by its handle. */
-static bool reopen(struct call *call, int error, struct reply *reply)
+static void answer_access(struct call *call, const void *reply)
 {
     struct node *node = call->node;
-    const bool by_name = call->size != 0;
+    node->has_access = true;
+    node->access = RESULT(ACCESS3res, reply)->access;
+    node->access_uid = call->uid;
+    node->access_gid = call->gid;
+    check_access(call);
+}
+
+/* After a file that is opened was looked up again or, without a name, was asked for by its handle. */
+static void look_again(struct call *call, const void *reply)
+{
+    struct node *node = call->node;
+    const bool by_name = call->name != NULL;
     struct handle handle = node->handle;
     struct stat now = {0};
 
-    if (error == 0 && by_name) {
-        handle = get_handle(reply);
-        now = get_optional_attributes(reply);
-    } else if (error == 0) {
-        now = get_attributes(reply);
+    if (reply != NULL && by_name) {
+        handle = to_handle(&RESULT(LOOKUP3res, reply)->object);
+        now = to_optional_stat(&RESULT(LOOKUP3res, reply)->obj_attributes);
+    } else if (reply != NULL) {
+        now = to_stat(&RESULT(GETATTR3res, reply)->obj_attributes);
     }
-    if (error == 0 && (reply->is_short || now.st_mode == 0))
-        error = EIO;
-    if (error == ENOENT || error == ENOTDIR || memcmp(&handle, &node->handle, sizeof handle) != 0)
-        error = ESTALE;
-    if (error == 0 && has_changed(&node->attributes, &now)) {
-        fuse_lowlevel_notify_inval_inode(session, node == &root ? FUSE_ROOT_ID : (fuse_ino_t)(uintptr_t)node, -1, 0);
+    bool is_stale = now.st_mode == 0 || memcmp(&handle, &node->handle, sizeof handle) != 0;
+    if (!is_stale && has_changed(&node->attributes, &now)) {
+        fuse_lowlevel_notify_inval_inode(session, inode_of(node), -1, 0);
         tell(node, &now);
-        /* Without a name the file may be one that is open already and has none any more: the kernel could not find it. */
-        error = by_name ? ESTALE : 0;
+        is_stale = by_name; /* a file that has no name any more would stay so for ever */
     }
-    if (error != 0) {
-        forget_name(node); /* the kernel's next look gives it a name again */
-        fuse_reply_err(call->request, error);
-        return false;
+    if (!is_stale) {
+        check_access(call);
+        return;
     }
-    return check_access(call);
+    free(node->name); /* the kernel's next look gives it one again */
+    node->name = NULL;
+    fuse_reply_err(call->request, ESTALE);
 }
 
 static void do_open(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *file)
 {
-    struct call *call = begin(request, inode, NULL);
-    struct node *node = call->node;
-    struct timespec time;
-
+    struct node *node = node_of(inode);
+    struct call *call = begin(request, inode, node->name);
+    const bool is_fresh = node->finder == call->pid && now_us() - node->told_us < SAME_CALL_US;
+    node->finder = 0;
     call->file = *file;
-    set_opener(call);
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    const int64_t now_us = time.tv_sec * 1000000LL + time.tv_nsec / 1000;
-    if (node->name != NULL && node->finder == call->pid && now_us - node->found_us < SAME_CALL_US) {
-        node->finder = 0;
-        if (!check_access(call))
+    set_opener(&call->file, call->uid, call->gid);
+    if (is_fresh) {
+        check_access(call);
+        if (call->step == NULL)
             end(call);
-        return;
+    } else if (node->name != NULL) {
+        LOOKUP3args args = {{to_nfs(&node->folder), call->name}};
+        then(call, look_again, rpc_nfs3_lookup_async(rpc, finish, &args, call));
+    } else {
+        ask_attributes(call, look_again);
     }
-    call->size = node->name != NULL;
-    if (node->name != NULL)
-        put_name(ask(call, LOOKUP, &node->folder, 0), node->name);
-    else
-        ask(call, GETATTR, &node->handle, 0);
-    go(call, reopen);
 }
 
-static void ask_data(struct call *call)
+static void answer_data(struct call *call, const void *reply)
 {
-    const size_t rest = call->size - call->got;
-    struct message *message = ask(call, READ, &call->node->handle, 0);
-    put_64(message, (uint64_t)call->offset + call->got);
-    put_32(message, (uint32_t)(rest < most_read ? rest : most_read));
-}
-
-static bool answer_data(struct call *call, int error, struct reply *reply)
-{
-    size_t size;
-    (void)error;
-    get_optional_attributes(reply);
-    get_32(reply); /* the count, which the data have too */
-    const bool is_end = get_32(reply) != 0;
-    const char *data = get_opaque(reply, &size, call->size - call->got);
-    if (reply->is_short) {
+    const READ3resok *found = RESULT(READ3res, reply);
+    if (found->data.data_len < call->size && !found->eof) /* the kernel would take it for the end of the file */
         fuse_reply_err(call->request, EIO);
-    } else if (call->got == 0 && (is_end || size == call->size)) {
-        fuse_reply_buf(call->request, data, size);
-    } else { /* in pieces */
-        if (call->data == NULL)
-            call->data = allocate(call->size);
-        memcpy(call->data + call->got, data, size);
-        call->got += size;
-        if (!is_end && size > 0 && call->got < call->size) {
-            ask_data(call);
-            go(call, answer_data);
-            return true;
-        }
-        fuse_reply_buf(call->request, call->data, call->got);
-    }
-    return false;
+    else
+        fuse_reply_buf(call->request, found->data.data_val, found->data.data_len);
 }
 
 static void do_read(fuse_req_t request, fuse_ino_t inode, size_t size, off_t offset, struct fuse_file_info *file)
 {
-    struct call *call = begin(request, inode, file);
+    struct call *call = begin_open(request, inode, file);
+    READ3args args = {handle_of(call), (offset3)offset, (count3)size};
     call->size = size;
-    call->offset = offset;
-    ask_data(call);
-    go(call, answer_data);
+    then(call, answer_data, rpc_nfs3_read_async(rpc, finish, &args, call));
 }
 
-static bool answer_written(struct call *call, int error, struct reply *reply)
+static void answer_written(struct call *call, const void *reply)
 {
-    struct node *node = call->node;
-    struct stat before = node->attributes;
-    (void)error;
-    const bool has_before = get_before(reply, &before);
-    const struct stat now = get_optional_attributes(reply);
-    const uint32_t written = get_32(reply);
-    if (reply->is_short) {
-        fuse_reply_err(call->request, EIO);
-        return false;
-    }
-    /* The kernel knows of what it has written itself. */
-    if (has_before && now.st_mode != 0 && !has_changed(&node->attributes, &before))
-        tell(node, &now);
-    fuse_reply_write(call->request, written);
-    return false;
+    fuse_reply_write(call->request, RESULT(WRITE3res, reply)->count);
 }
 
 static void do_write(fuse_req_t request, fuse_ino_t inode, const char *data, size_t size, off_t offset,
                      struct fuse_file_info *file)
 {
-    struct call *call = begin(request, inode, file);
-    if (size > most_write)
-        size = most_write;
-    struct message *message = ask(call, WRITE, &call->node->handle, size);
-    put_64(message, (uint64_t)offset);
-    put_32(message, (uint32_t)size);
-    put_32(message, file->flags & (O_SYNC | O_DSYNC) ? 2 : 0); /* FILE_SYNC, UNSTABLE */
-    put_opaque(message, data, size);
-    go(call, answer_written);
+    struct call *call = begin_open(request, inode, file);
+    WRITE3args args = {handle_of(call), (offset3)offset, (count3)size, UNSTABLE, {(u_int)size, (char *)data}};
+    if (file->flags & (O_SYNC | O_DSYNC))
+        args.stable = FILE_SYNC;
+    then(call, answer_written, rpc_nfs3_write_async(rpc, finish, &args, call));
 }
 
 static void do_fsync(fuse_req_t request, fuse_ino_t inode, int only_data, struct fuse_file_info *file)
 {
-    struct call *call = begin(request, inode, file);
-    struct message *message = ask(call, COMMIT, &call->node->handle, 0);
-    (void)only_data;
-    put_64(message, 0);
-    put_32(message, 0); /* all of it */
-    go(call, answer_done);
+    struct call *call = begin_open(request, inode, file);
+    COMMIT3args args = {.file = handle_of(call)}; /* all of it */
+    then(call, answer_done, rpc_nfs3_commit_async(rpc, finish, &args, call));
 }
 
 /* Folders. */
 
+static struct listing *listing_of(const struct fuse_file_info *file)
+{
+    return (struct listing *)(uintptr_t)file->fh;
+}
+
 static void do_opendir(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *file)
 {
-    (void)inode;
-    struct listing *listing = allocate(sizeof *listing);
-    file->fh = (uintptr_t)listing;
+    file->fh = (uintptr_t)checked(calloc(1, sizeof(struct listing)));
     if (fuse_reply_open(request, file) != 0)
-        free(listing);
+        free(listing_of(file));
 }
 
 static void do_releasedir(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *file)
 {
-    struct listing *listing = (struct listing *)(uintptr_t)file->fh;
-    (void)inode;
-    free(listing->entries);
-    free(listing);
+    free(listing_of(file)->data);
+    free(listing_of(file));
     fuse_reply_err(request, 0);
 }
 
-/* Answer with as much of a listing as fits, from entry `from` on. */
-static void answer_entries(fuse_req_t request, const struct listing *listing, size_t size, size_t from, bool is_plus)
+/* Answer with as many entries as fit. */
+static void answer_entries(fuse_req_t request, const struct listing *listing, size_t size, size_t from)
 {
-    char *buffer = allocate(size);
-    size_t used = 0;
-    const bool is_fresh = now_ms() - listing->read_ms < LISTED_MS;
-    for (size_t i = from; i < listing->count; i++) {
-        const struct listed *listed = &listing->entries[i];
-        const bool is_other = strcmp(listed->name, ".") != 0 && strcmp(listed->name, "..") != 0;
-        struct fuse_entry_param entry = {.attr = listed->attributes};
-        struct node *node = NULL;
-        size_t needed;
-        if (is_plus && is_fresh && is_other && listed->handle.size > 0 && listed->attributes.st_mode != 0)
-            node = introduce(&listed->handle, &listed->attributes, &entry);
-        needed = is_plus
-                     ? fuse_add_direntry_plus(request, buffer + used, size - used, listed->name, &entry, (off_t)i + 1)
-                     : fuse_add_direntry(request, buffer + used, size - used, listed->name, &entry.attr, (off_t)i + 1);
-        const bool fits = needed <= size - used;
-        if (node != NULL) {
-            node->lookups += fits;
-            free_unused(node);
-        }
-        if (!fits)
+    size_t end = from;
+    while (end < listing->size) {
+        uint64_t next;
+        memcpy(&next, listing->data + end + sizeof next, sizeof next); /* fuse_dirent's `off` */
+        if (next - from > size)
             break;
-        used += needed;
+        end = next;
     }
-    fuse_reply_buf(request, buffer, used);
-    free(buffer);
+    fuse_reply_buf(request, listing->data + from, end - from);
 }
 
-static void ask_entries(struct call *call)
+static step_t answer_listed;
+
+static void ask_entries(struct call *call, cookie3 from, const char *verifier)
 {
-    struct message *message = ask(call, READDIRPLUS, &call->node->handle, 0);
-    put_64(message, call->listing.cookie);
-    put_bytes(message, call->listing.verifier, VERIFIER);
-    put_32(message, MOST_DATA / 8); /* bytes of names */
-    put_32(message, MOST_DATA / 2); /* bytes in all */
-    go(call, list);
+    READDIRPLUS3args args = {.dir = handle_of(call), .cookie = from, .dircount = MOST_DATA / 8, .maxcount = MOST_DATA / 2};
+    memcpy(args.cookieverf, verifier, NFS3_COOKIEVERFSIZE);
+    then(call, answer_listed, rpc_nfs3_readdirplus_async(rpc, finish, &args, call));
 }
 
-static bool list(struct call *call, int error, struct reply *reply)
+static void answer_listed(struct call *call, const void *reply)
 {
+    const READDIRPLUS3resok *found = RESULT(READDIRPLUS3res, reply);
     struct listing *listing = &call->listing;
+    cookie3 last = 0;
 
-    if (error != 0) {
-        fuse_reply_err(call->request, error);
-        return false;
+    for (const entryplus3 *entry = found->reply.entries; entry != NULL; entry = entry->nextentry) {
+        struct stat kind = to_optional_stat(&entry->name_attributes); /* so programs need not ask for each one's */
+        const size_t next = listing->size + fuse_add_direntry(call->request, NULL, 0, entry->name, NULL, 0);
+        kind.st_ino = entry->fileid;
+        listing->data = checked(realloc(listing->data, next));
+        fuse_add_direntry(call->request, listing->data + listing->size, next - listing->size, entry->name, &kind,
+                          (off_t)next);
+        listing->size = next;
+        last = entry->cookie;
     }
-    get_optional_attributes(reply);
-    memcpy(listing->verifier, get_bytes(reply, VERIFIER), VERIFIER);
-    while (get_32(reply) != 0) {
-        size_t size;
-        struct listed new = {0};
-        const uint64_t inode = get_64(reply);
-        const char *name = get_opaque(reply, &size, MOST_NAME);
-        memcpy(new.name, name, size);
-        listing->cookie = get_64(reply);
-        new.attributes = get_optional_attributes(reply);
-        new.attributes.st_ino = inode;
-        if (get_32(reply) != 0)
-            new.handle = get_handle(reply);
-        if (listing->count == listing->room) {
-            listing->room = listing->room == 0 ? 64 : 2 * listing->room;
-            listing->entries = realloc(listing->entries, listing->room * sizeof *listing->entries);
-            if (listing->entries == NULL)
-                abort();
-        }
-        listing->entries[listing->count++] = new;
+    if (!found->reply.eof && found->reply.entries != NULL) {
+        ask_entries(call, last, found->cookieverf);
+        return;
     }
-    const bool is_end = get_32(reply) != 0;
-    if (reply->is_short) {
-        fuse_reply_err(call->request, EIO);
-        return false;
-    }
-    if (!is_end) {
-        ask_entries(call);
-        return true;
-    }
-    struct listing *kept = (struct listing *)(uintptr_t)call->file.fh;
-    free(kept->entries);
+    struct listing *kept = listing_of(&call->file), old = *kept;
     *kept = *listing;
-    kept->read_ms = now_ms();
-    *listing = (struct listing){0};
-    answer_entries(call->request, kept, call->size, 0, call->is_plus);
-    return false;
+    *listing = old; /* freed with the call */
+    answer_entries(call->request, kept, call->size, 0);
 }
 
-static void read_folder(fuse_req_t request, fuse_ino_t inode, size_t size, off_t offset, struct fuse_file_info *file,
-                        bool is_plus)
+static void do_readdir(fuse_req_t request, fuse_ino_t inode, size_t size, off_t offset, struct fuse_file_info *file)
 {
+    static const cookieverf3 none;
     if (offset != 0) {
-        answer_entries(request, (struct listing *)(uintptr_t)file->fh, size, (size_t)offset, is_plus);
+        answer_entries(request, listing_of(file), size, (size_t)offset);
         return;
     }
     struct call *call = begin(request, inode, NULL);
     call->file = *file;
     call->size = size;
-    call->is_plus = is_plus;
-    ask_entries(call);
-}
-
-static void do_readdir(fuse_req_t request, fuse_ino_t inode, size_t size, off_t offset, struct fuse_file_info *file)
-{
-    read_folder(request, inode, size, offset, file, false);
-}
-
-static void do_readdirplus(fuse_req_t request, fuse_ino_t inode, size_t size, off_t offset, struct fuse_file_info *file)
-{
-    read_folder(request, inode, size, offset, file, true);
+    ask_entries(call, 0, none);
 }
 
 /* The mount. */
 
 static void do_init(void *unused, struct fuse_conn_info *connection)
 {
-    (void)unused;
     connection->want &= ~(unsigned)FUSE_CAP_ATOMIC_O_TRUNC; /* a SETATTR follows instead */
     connection->want |= connection->capable & (FUSE_CAP_PARALLEL_DIROPS | FUSE_CAP_CACHE_SYMLINKS);
-    connection->max_write = (unsigned)most_write;
-    connection->max_read = (unsigned)most_read;
+    connection->max_write = connection->max_read = MOST_DATA;
     connection->max_background = 64;
     connection->congestion_threshold = 48;
 }
 
 static const struct fuse_lowlevel_ops operations = {
-    .init = do_init,
-    .lookup = do_lookup,
-    .forget = do_forget,
-    .getattr = do_getattr,
-    .setattr = do_setattr,
-    .readlink = do_readlink,
-    .mkdir = do_mkdir,
-    .unlink = do_unlink,
-    .rmdir = do_rmdir,
-    .symlink = do_symlink,
-    .rename = do_rename,
-    .link = do_link,
-    .open = do_open,
-    .read = do_read,
-    .write = do_write,
-    .fsync = do_fsync,
-    .opendir = do_opendir,
-    .readdir = do_readdir,
-    .readdirplus = do_readdirplus,
-    .releasedir = do_releasedir,
-    .statfs = do_statfs,
+    .init = do_init,       .lookup = do_lookup,     .forget = do_forget,         .getattr = do_getattr,
+    .setattr = do_setattr, .readlink = do_readlink, .mkdir = do_mkdir,           .unlink = do_unlink,
+    .rmdir = do_rmdir,     .symlink = do_symlink,   .rename = do_rename,         .link = do_link,
+    .open = do_open,       .read = do_read,         .write = do_write,           .fsync = do_fsync,
+    .opendir = do_opendir, .readdir = do_readdir,   .releasedir = do_releasedir, .statfs = do_statfs,
     .create = do_create,
 };
 
-/* Wait for events of FUSE, if there is a session, and of a server, and serve them. False: FUSE's side has ended. */
-static bool serve(struct server *from)
+static void set_up_connection(int fd)
 {
-    static struct fuse_buf request;
-    struct pollfd both[2] = {{.fd = -1}};
-    int most_ms = rpc_wait(from, &both[0]);
+    const int on = 1, idle_seconds = IDLE_SECONDS, unheard_ms = UNHEARD_MS;
+    setsockopt(fd, SOL_TCP, TCP_NODELAY, &on, sizeof on);
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+    setsockopt(fd, SOL_TCP, TCP_KEEPIDLE, &idle_seconds, sizeof idle_seconds);
+    setsockopt(fd, SOL_TCP, TCP_KEEPINTVL, &idle_seconds, sizeof idle_seconds);
+    setsockopt(fd, SOL_TCP, TCP_USER_TIMEOUT, &unheard_ms, sizeof unheard_ms);
+}
 
-    if (session != NULL) {
-        both[1] = (struct pollfd){.fd = fuse_session_fd(session), .events = POLLIN};
-        if (abandon_killed())
-            most_ms = LOOK_MS;
-    }
-    if (poll(both, session != NULL ? 2 : 1, most_ms) < 0)
-        both[0].revents = both[1].revents = 0; /* a signal */
-    rpc_serve(from, both[0].revents);
-    if (both[1].revents != 0) {
+/* Serve FUSE's kernel side, until it ends, and the server. */
+static void serve(void)
+{
+    struct fuse_buf request = {0};
+    bool is_set_up = false;
+    int64_t retry_us = 0;
+
+    while (!fuse_session_exited(session)) {
+        struct pollfd both[2] = {{.fd = fuse_session_fd(session), .events = POLLIN}, {.fd = -1}};
+        const int events = rpc_which_events(rpc); /* without POLLIN, there is no connection yet */
+        int most_ms = abandon();
+        if (events & POLLIN && !is_set_up)
+            set_up_connection(rpc_get_fd(rpc));
+        is_set_up = events & POLLIN;
+        if (now_us() >= retry_us)
+            both[1] = (struct pollfd){.fd = rpc_get_fd(rpc), .events = (short)events};
+        else if (most_ms < 0)
+            most_ms = RETRY_MS;
+        if (poll(both, 2, most_ms) < 0)
+            continue; /* a signal */
+        if (both[1].revents & (POLLERR | POLLHUP))
+            retry_us = now_us() + RETRY_MS * 1000;
+        if (both[1].revents != 0 && rpc_service(rpc, both[1].revents) < 0)
+            rpc_service(rpc, -1); /* connect anew */
+        if (both[0].revents == 0)
+            continue;
         const int size = fuse_session_receive_buf(session, &request);
         if (size > 0)
             fuse_session_process_buf(session, &request);
         else if (size != -EINTR && size != -EAGAIN)
-            return false;
+            return;
     }
-    return session == NULL || !fuse_session_exited(session);
-}
-
-/* What a call has brought that was made before there is a folder. */
-struct first {
-    bool is_back;
-    int error;
-    void (*read)(struct reply *reply);
-};
-
-static void finish_first(void *owner, int error, struct reply *reply)
-{
-    struct first *first = owner;
-    first->is_back = true;
-    first->error = error != 0 ? -error : errno_of(get_32(reply));
-    if (first->error == 0) {
-        first->read(reply);
-        first->error = reply->is_short ? EIO : 0;
-    }
-}
-
-static int wait_for(struct server *from, struct message *message, void (*read)(struct reply *reply))
-{
-    struct first first = {.read = read};
-    rpc_send(from, message, finish_first, &first);
-    while (!first.is_back)
-        serve(from);
-    return first.error;
-}
-
-static void read_root(struct reply *reply)
-{
-    root.handle = get_handle(reply);
-}
-
-static void read_limits(struct reply *reply)
-{
-    get_optional_attributes(reply);
-    const uint32_t read = get_32(reply);
-    get_64(reply); /* what the server prefers */
-    const uint32_t write = get_32(reply);
-    if (read < most_read)
-        most_read = read;
-    if (write < most_write)
-        most_write = write;
-}
-
-/* Ask for the export's handle, and what the server can. Returns 0 or an errno. */
-static int ask_for_export(struct in_addr address, const char *export, int patience_ms)
-{
-    struct server mounts;
-    rpc_open(&mounts, address, MOUNT_PORT, patience_ms);
-    mounts.gives_up = true;
-    struct message *message = rpc_begin(&mounts, MOUNT_PROGRAM, MOUNT_MNT, 0, 0, MOST_PATH);
-    put_name(message, export);
-    int error = wait_for(&mounts, message, read_root);
-    if (mounts.fd >= 0)
-        close(mounts.fd);
-    free(mounts.received);
-    if (error != 0)
-        return error;
-    *place_of(&root.handle) = &root;
-    rpc_open(&server, address, NFS_PORT, patience_ms);
-    server.gives_up = true;
-    message = rpc_begin(&server, NFS_PROGRAM, FSINFO, 0, 0, 0);
-    put_handle(message, &root.handle);
-    error = wait_for(&server, message, read_limits);
-    server.gives_up = false;
-    return error;
 }
 
 int main(int count, char **words)
 {
-    const struct addrinfo internet = {.ai_family = AF_INET, .ai_socktype = SOCK_STREAM};
-    struct addrinfo *found;
-    char text[MOST_PATH];
+    char text[4096];
 
-    if (count != 6 || strlen(words[2]) >= MOST_PATH / 2) {
+    if (count != 6) {
         fprintf(stderr, "usage: nfs_mount SERVER EXPORT FOLDER PATIENCE_MS FLAGS\n");
         return 1;
     }
-    const char *name = words[1], *export = words[2], *folder = words[3], *flags = words[5];
-    int error = getaddrinfo(name, NULL, &internet, &found);
-    if (error != 0) {
-        fprintf(stderr, "mount.nfs: %s: %s\n", name, gai_strerror(error));
+    const char *server = words[1], *export = words[2], *folder = words[3], *flags = words[5];
+    const int patience_ms = atoi(words[4]);
+
+    struct nfs_context *nfs = checked(nfs_init_context());
+    snprintf(text, sizeof text, "nfs://%s%s?version=3&nfsport=%d&mountport=%d", server, export, NFS_PORT, MOUNT_PORT);
+    const struct nfs_url *url = nfs_parse_url_dir(nfs, text);
+    if (patience_ms > 0)
+        nfs_set_timeout(nfs, patience_ms);
+    if (url == NULL || nfs_mount(nfs, url->server, url->path) != 0) {
+        fprintf(stderr, "mount.nfs: mounting %s:%s failed: %s\n", server, export, nfs_get_error(nfs));
         return 32; /* mount(8): mount failure */
     }
-    error = ask_for_export(((struct sockaddr_in *)found->ai_addr)->sin_addr, export, atoi(words[4]));
-    freeaddrinfo(found);
-    if (error != 0) {
-        fprintf(stderr, "mount.nfs: mounting %s:%s failed: %s\n", name, export, strerror(error));
-        return 32;
-    }
-    snprintf(text, sizeof text, "-oallow_other,default_permissions,subtype=nfs,fsname=%s:%s,max_read=%zu%s%s", name, export,
-             most_read, *flags ? "," : "", flags);
+    /* From here on patience is abandon()'s: libnfs 4.0 may lose its queue when a call times out. */
+    nfs_set_timeout(nfs, 0);
+    patience_us = patience_ms * 1000LL;
+    rpc = nfs_get_rpc_context(nfs);
+    root.handle.size = (uint32_t)nfs_get_rootfh(nfs)->len;
+    memcpy(root.handle.bytes, nfs_get_rootfh(nfs)->val, root.handle.size);
+    *place_of(&root.handle) = &root;
+
+    snprintf(text, sizeof text, "-oallow_other,default_permissions,subtype=nfs,fsname=%s:%s,max_read=%d%s%s", server,
+             export, MOST_DATA, *flags ? "," : "", flags);
     char *arguments[] = {words[0], text, NULL};
     struct fuse_args options = FUSE_ARGS_INIT(2, arguments);
     session = fuse_session_new(&options, &operations, sizeof operations, NULL);
-    if (session == NULL || fuse_set_signal_handlers(session) != 0 || fuse_session_mount(session, folder) != 0)
+    if (session == NULL || fuse_set_signal_handlers(session) != 0 || fuse_session_mount(session, folder) != 0 ||
+        fuse_daemonize(0) != 0)
         return 32;
-    if (fuse_daemonize(0) != 0)
-        return 32;
-    while (serve(&server))
-        ;
+    serve();
     fuse_session_unmount(session);
     return 0;
 }
