@@ -7,17 +7,17 @@
  * FLAGS: what the kernel is told of the mount, such as "ro,nosuid".
  *
  * One loop takes what FUSE's kernel side asks, and makes one call of NFS of it, as a rule. Any number of calls wait for
- * the server side by side; when the connection is lost, libnfs sends them again on the next one. Each has the uid and gid
- * of the process that caused it, or of the one that opened the file; the server decides. Of a process's further groups
- * the server learns nothing. A process that is killed while its server does not answer goes at once, as with the
+ * the server side by side. When the connection is lost, libnfs sends them again on the next one. Each has the uid and
+ * gid of the process that caused it, or of the one that opened the file; the server decides. Of a process's further
+ * groups the server learns nothing. A process that is killed while its server does not answer goes at once, as with the
  * kernel's client: its call is abandoned, and forgotten when it comes back.
  *
  * What the kernel is told, it keeps as long as its own client would, by the defaults of nfs(5): attributes and names of
  * files 3 s, of folders 30 s, twice as long each time they have not changed, up to 60 s. Names that are not there are
- * not kept, as with lookupcache=positive. A file is looked up again whenever it is opened. If it has changed, or another
- * is there in its place, the answer is ESTALE, upon which the kernel looks up all of the path anew, and opens what is there.
- * Data are kept until the attributes change. Locks hold on this machine only. NFS 3, since opening a file with NFS 4
- * fails in libnfs 4.0 (ERANGE).
+ * not kept, as with lookupcache=positive. A file is looked up again whenever it is opened. If it has changed, the
+ * kernel is told to ask for its attributes before it uses what it knows. If another is there in its place, the answer
+ * is ESTALE, upon which the kernel looks up all of the path anew and opens what is there. Data are kept until the
+ * attributes change. Locks hold on this machine only. NFS 3, since opening a file with NFS 4 fails in libnfs 4.0.
  */
 #define FUSE_USE_VERSION 312
 #include <errno.h>
@@ -48,8 +48,7 @@ enum { UNHEARD_MS = 15000, IDLE_SECONDS = 5 };
 /* A name that a thread has looked up so short ago is not looked up again when it opens it: one call did both. */
 enum { SAME_CALL_US = 1000 };
 enum { KEPT_FILE_SECONDS = 3, KEPT_FOLDER_SECONDS = 30, KEPT_MOST_SECONDS = 60 };
-enum { MOST_DATA = 1 << 20 }; /* bytes of a file in one call */
-enum { TABLE_SIZE = 1 << 16 };
+enum { MOST_DATA = 1 << 20 /* bytes of a file in one call */, TABLE_SIZE = 1 << 16 };
 
 /* libnfs 4.0 has these, and does not declare them. */
 struct nfs_fh { int len; char *val; };
@@ -72,6 +71,7 @@ struct node {
     struct handle folder; /* where it was found last */
     char *name;
     pid_t finder;
+    pid_t sent_back; /* who had to look it up again when he opened it last */
     /* The last answer about what a user may do with it, for as long as its attributes stay. */
     bool has_access;
     uid_t access_uid;
@@ -79,7 +79,7 @@ struct node {
     uint32_t access;
 };
 
-/* All of a folder, read when a process begins to read it, as FUSE wants it; an entry's offset is where the next begins. */
+/* All of a folder as FUSE wants it, read when a process begins to read it. An entry has the offset of the next. */
 struct listing {
     char *data;
     size_t size;
@@ -270,7 +270,7 @@ static void note_interrupt(fuse_req_t request, void *call)
     ((struct call *)call)->is_interrupted = true;
 }
 
-/* Answer the calls whose process was killed, or whose patience is over. Returns in how many ms to look again; -1: never. */
+/* Answer calls whose process was killed, or whose patience is over. Returns in how many ms to look again; -1: never. */
 static int abandon(void)
 {
     int look_ms = -1;
@@ -323,10 +323,11 @@ static struct call *begin_open(fuse_req_t request, fuse_ino_t inode, const struc
     return call;
 }
 
-static void set_opener(struct fuse_file_info *file, uid_t uid, gid_t gid)
+static void set_opener(struct call *call, const struct fuse_file_info *file)
 {
-    file->fh = (uint64_t)uid << 32 | gid;
-    file->keep_cache = 1; /* data go when the kernel is told of other attributes */
+    call->file = *file;
+    call->file.fh = (uint64_t)call->uid << 32 | call->gid;
+    call->file.keep_cache = 1; /* data go when the kernel is told of other attributes */
 }
 
 static nfs_fh3 handle_of(const struct call *call)
@@ -508,29 +509,26 @@ static void do_forget(fuse_req_t request, fuse_ino_t inode, uint64_t count)
 static void do_mkdir(fuse_req_t request, fuse_ino_t folder, const char *name, mode_t mode)
 {
     struct call *call = begin(request, folder, name);
-    const struct stat new = {.st_mode = mode};
-    MKDIR3args args = {place_in(call), to_new_attributes(&new, FUSE_SET_ATTR_MODE)};
+    MKDIR3args args = {place_in(call), to_new_attributes(&(struct stat){.st_mode = mode}, FUSE_SET_ATTR_MODE)};
     then(call, answer_made, rpc_nfs3_mkdir_async(rpc, finish, &args, call));
 }
 
 static void do_symlink(fuse_req_t request, const char *target, fuse_ino_t folder, const char *name)
 {
     struct call *call = begin(request, folder, name);
-    const struct stat new = {.st_mode = 0777};
-    SYMLINK3args args = {place_in(call), {to_new_attributes(&new, FUSE_SET_ATTR_MODE), (char *)target}};
+    const sattr3 new = to_new_attributes(&(struct stat){.st_mode = 0777}, FUSE_SET_ATTR_MODE);
+    SYMLINK3args args = {place_in(call), {new, (char *)target}};
     then(call, answer_made, rpc_nfs3_symlink_async(rpc, finish, &args, call));
 }
 
 static void do_create(fuse_req_t request, fuse_ino_t folder, const char *name, mode_t mode, struct fuse_file_info *file)
 {
     struct call *call = begin(request, folder, name);
-    const struct stat new = {.st_mode = mode};
     const int valid = FUSE_SET_ATTR_MODE | (file->flags & O_TRUNC ? FUSE_SET_ATTR_SIZE : 0);
     CREATE3args args = {place_in(call), {.mode = file->flags & O_EXCL ? GUARDED : UNCHECKED}};
-    args.how.createhow3_u.obj_attributes = to_new_attributes(&new, valid);
+    args.how.createhow3_u.obj_attributes = to_new_attributes(&(struct stat){.st_mode = mode}, valid);
     call->makes_open_file = true;
-    call->file = *file;
-    set_opener(&call->file, call->uid, call->gid);
+    set_opener(call, file);
     then(call, answer_made, rpc_nfs3_create_async(rpc, finish, &args, call));
 }
 
@@ -556,8 +554,8 @@ static void do_rmdir(fuse_req_t request, fuse_ino_t folder, const char *name)
     then(call, answer_done, rpc_nfs3_rmdir_async(rpc, finish, &args, call));
 }
 
-static void do_rename(fuse_req_t request, fuse_ino_t folder, const char *name, fuse_ino_t new_folder, const char *new_name,
-                      unsigned int flags)
+static void do_rename(fuse_req_t request, fuse_ino_t folder, const char *name, fuse_ino_t new_folder,
+                      const char *new_name, unsigned int flags)
 {
     if (flags != 0) { /* as the kernel's client */
         fuse_reply_err(request, EINVAL);
@@ -602,7 +600,7 @@ static void check_access(struct call *call)
     const struct stat *now = &node->attributes;
     const bool is_known = node->has_access && node->access_uid == call->uid && node->access_gid == call->gid;
     const mode_t bits = now->st_mode >> (call->uid == now->st_uid ? 6 : call->gid == now->st_gid ? 3 : 0);
-    uint32_t granted = (bits & 4 ? ACCESS3_READ : 0) | (bits & 2 ? ACCESS3_MODIFY : 0) | (bits & 1 ? ACCESS3_EXECUTE : 0);
+    uint32_t granted = (bits & 4 ? ACCESS3_READ : 0) | (bits & 2 ? ACCESS3_MODIFY : 0);
 
     if (is_known || call->uid == 0)
         granted = is_known ? node->access : 0;
@@ -644,8 +642,10 @@ static void look_again(struct call *call, const void *reply)
     if (!is_stale && has_changed(&node->attributes, &now)) {
         fuse_lowlevel_notify_inval_inode(session, inode_of(node), -1, 0);
         tell(node, &now);
-        is_stale = by_name; /* a file that has no name any more would stay so for ever */
+        /* The kernel appends at the end that it knows. A file that grows all the time would send it back for ever. */
+        is_stale = by_name && call->file.flags & O_APPEND && node->sent_back != call->pid;
     }
+    node->sent_back = is_stale ? call->pid : 0;
     if (!is_stale) {
         check_access(call);
         return;
@@ -661,8 +661,7 @@ static void do_open(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info 
     struct call *call = begin(request, inode, node->name);
     const bool is_fresh = node->finder == call->pid && now_us() - node->told_us < SAME_CALL_US;
     node->finder = 0;
-    call->file = *file;
-    set_opener(&call->file, call->uid, call->gid);
+    set_opener(call, file);
     if (is_fresh) {
         check_access(call);
         if (call->step == NULL)
@@ -753,7 +752,7 @@ static step_t answer_listed;
 
 static void ask_entries(struct call *call, cookie3 from, const char *verifier)
 {
-    READDIRPLUS3args args = {.dir = handle_of(call), .cookie = from, .dircount = MOST_DATA / 8, .maxcount = MOST_DATA / 2};
+    READDIRPLUS3args args = {handle_of(call), from, {0}, MOST_DATA / 8, MOST_DATA / 2};
     memcpy(args.cookieverf, verifier, NFS3_COOKIEVERFSIZE);
     then(call, answer_listed, rpc_nfs3_readdirplus_async(rpc, finish, &args, call));
 }
@@ -864,7 +863,6 @@ static void serve(void)
 int main(int count, char **words)
 {
     char text[4096];
-
     if (count != 6) {
         fprintf(stderr, "usage: nfs_mount SERVER EXPORT FOLDER PATIENCE_MS FLAGS\n");
         return 1;
