@@ -631,7 +631,6 @@ static void look_again(struct call *call, const void *reply)
     const bool by_name = call->name != NULL;
     struct handle handle = node->handle;
     struct stat now = {0};
-
     if (reply != NULL && by_name) {
         handle = to_handle(&RESULT(LOOKUP3res, reply)->object);
         now = to_optional_stat(&RESULT(LOOKUP3res, reply)->obj_attributes);
