@@ -107,6 +107,7 @@ def links(world: mt.World, steps: int) -> None:
         ("1f1b", 1, "bf16", 64),
         ("eager_1f1b", 1, None, 64),
         ("eager_1f1b", 1, "bf16", 64),
+        ("eager_1f1b", 1, "bf16", 128),
         ("interleaved", 2, "bf16", 32),
         ("interleaved", 2, "bf16", 64),
     ):
@@ -121,7 +122,8 @@ def links(world: mt.World, steps: int) -> None:
         computes, waits = num_micro * 0.075, (stages - 1) / pieces * 0.075
         world.print(
             f"{schedule}, {pieces} pieces a stage, {activations or 'float32'}, {num_micro} micro-batches: "
-            f"{seconds:.2f} s a step, {computes / seconds:.1%} computed (bubble alone: {computes / (computes + waits):.1%})"
+            f"{seconds:.2f} s a step, {computes / seconds:.1%} computed (bubble alone: "
+            f"{computes / (computes + waits):.1%})"
         )
 
 
