@@ -143,7 +143,7 @@ class Activations:
         return values.astype(FLOATS[kind], copy=False)
 
     def _take_in(self) -> bool:
-        """Go on with the next arrays. Return whether they are here."""
+        """Continue to receive the next arrays. Return whether they are here."""
         from mpi4py import MPI
 
         status, later = MPI.Status(), set()
