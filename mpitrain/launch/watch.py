@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from mpitrain.errors import LaunchError
 from mpitrain.launch.agents import END_SECONDS, Agents, silence
 from mpitrain.launch.batch import advice_on_lost
 from mpitrain.launch.conditions import Condition, Refusal, refuse, refuse_here
@@ -58,6 +59,7 @@ class AttemptOnHosts(Said):
         self.heard_ranks: Callable[[str, Mapping[str, Any]], None] = lambda host, message: None
         self._orders: Orders | None = None
         self._order_number = 0  # of the newest order that was passed on
+        self._has_left = False
         self.looking = threading.Lock()
         self._connections: dict[str, Connection] = {}
         agents.join(self)
@@ -74,6 +76,7 @@ class AttemptOnHosts(Said):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._has_left = True
         if self._orders is not None:  # what became of an order may have come with the last reports
             self._orders.look(self)
         self._part_with(self._connections)
@@ -91,11 +94,14 @@ class AttemptOnHosts(Said):
         """Return the facts of each host.
 
         Raises:
-            LaunchError: names every host that cannot be reached or does not answer in time.
+            LaunchError: names every host that cannot be reached or does not answer in time; or another thread has
+                left the attempt, for which no answer will come.
         """
         deadline = time.monotonic() + FACTS_SECONDS
         wrong: dict[str, Refusal] = {}
         while len(self._facts) + len(wrong) < len(self._connections) and time.monotonic() < deadline:
+            if self._has_left:
+                raise LaunchError("nobody needs these facts any more: the attempt has been left")
             for host, connection in self._connections.items():
                 if connection.is_closed and host not in self._facts and host not in wrong:
                     wrong[host] = Refusal(Condition.LOGIN, host, connection.why_closed().removeprefix(f"{host}: "))

@@ -35,7 +35,7 @@ class Asking:
         self.logins: list[tuple[str, bool, bool]] = []  # what logs in, whether the hosts have answered, in which thread
 
     def make(self, stack: ExitStack, _: object) -> Any:
-        stack.callback(self.answer.set)  # without its connections `ask` ends
+        stack.callback(self.answer.set)  # once its attempt has been left, `ask` ends: see test_watch.py
         return self
 
     def connect(self, keepers: None, *, is_idle: bool) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from attempting import is_alive, rank_of, wait_for_trouble, wait_until_gone
 from programs import program
 
 from jobs import until
+from mpitrain.errors import LaunchError
 from mpitrain.launch import agents as agents_module
 from mpitrain.launch.agents import Agents
 from mpitrain.launch.connections import Connection
@@ -60,6 +62,26 @@ def test_in_place_of_a_killed_agent_another_one_ends_the_job(wish: dict[str, Any
             file.unlink(missing_ok=True)
     wait_until_gone(job)
     assert not Path(wish["roll_call"]).exists()
+
+
+def test_nobody_waits_for_facts_of_an_attempt_that_has_been_left(asking: dict[str, Any], tmp_path: Path) -> None:
+    """The agents stay for the next attempt, so their connections stay open: it once waited for 90 s."""
+    began, found = tmp_path / "began", []
+    asking["python"] = str(program(tmp_path / "slow", f"touch {began}; exec sleep 60"))
+
+    def ask(attempt: AttemptOnHosts) -> None:
+        with pytest.raises(LaunchError, match="the attempt has been left"):
+            attempt.facts()
+        found.append(time.monotonic())
+
+    with Agents("here", "") as agents:
+        with AttemptOnHosts(agents, ["here"], {"here": asking}) as attempt:
+            thread = threading.Thread(target=ask, args=(attempt,))
+            thread.start()
+            until(began.exists)
+        left = time.monotonic()
+        thread.join()
+        assert found[0] - left < 5.0
 
 
 def test_a_living_launcher_removes_its_socket_itself(wish: dict[str, Any], tmp_path: Path) -> None:
