@@ -36,7 +36,7 @@ _ALL = _STEPS | _SERVERS | _SAVES
 _OF_SCRIPTS_TOO = ("machines", "profile", "link", "ppn", "ranks", "steps")
 _OF_SCRIPTS = {
     "num_ranks": None, "hosts": None, "inventory": None, "env_file": None, "mpiexec": None, "start_timeout": 60.0,
-    "step_timeout": 600.0, "writes": False, "all": False,
+    "step_timeout": 600.0, "writes": False, "all": False, "total_steps": None,
 }  # fmt: skip
 
 
