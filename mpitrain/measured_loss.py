@@ -186,7 +186,9 @@ def in_python(outer: tuple[float, ...]) -> str:
 
 
 def shown_millions(parameters: int) -> str:
-    """A number of parameters for users: `0.11 M`."""
+    """A number of parameters for users: `0.11 M`, `25 M`, `512`."""
+    if parameters < 1e4:
+        return str(parameters)
     return f"{parameters / 1e6:.3g} M" if parameters >= 1e6 else f"{parameters / 1e6:.2g} M"
 
 

@@ -121,7 +121,9 @@ def test_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain["step_seconds"] >= 0.032 + 0.020
     assert plain["wire_bytes"] == 2_000_000
     said = job.stdout.splitlines()
-    (place,) = (number for number, line in enumerate(said) if line.startswith("With these 0.5 M parameters, 0.8 Gbit/s"))
+    (place,) = (
+        number for number, line in enumerate(said) if line.startswith("With these 0.5 M parameters, 0.8 Gbit/s")
+    )
     assert " and 8 samples a step, 2 ranks are " in said[place]
     commands = [line.removeprefix("2 ranks: ") for line in said[:place]]
     assert plain["command"] in commands or "MPITRAIN_COMPRESSION" in commands[-1]
