@@ -22,6 +22,7 @@ _PLACES = {
     "TorchTrainer": "strategy={} in mpitrain.torch.Trainer()",
     "Trainer": "{} as the strategy of mt.Parts()",
 }
+_SIMILAR = 2.0  # a model of up to this many times the parameters is as large
 
 
 @dataclass(frozen=True)
@@ -81,18 +82,24 @@ def _line(row: Forecast, plain: Forecast, training: PlannedTraining) -> str:
         line = f"MPITRAIN_COMPRESSION={row.way.codec} before the command"
     else:
         line = _PLACES.get(training.front, _PLACES["Trainer"]).format(row.way.strategy)
-    return (
-        f"{counted(row.num_ranks, 'rank')}: add {line}: {shown_seconds(row.step_seconds)} a step in place of "
-        f"{shown_seconds(plain.step_seconds)}, {plain.step_seconds / row.step_seconds:.3g} times as fast; {loss}; "
-        f"{_limits(row, loss, training)}"
-    )
+    seconds, before = shown_seconds(row.step_seconds), shown_seconds(plain.step_seconds)
+    times = f"{plain.step_seconds / row.step_seconds:.3g} times as fast"
+    texts = [f"{counted(row.num_ranks, 'rank')}: add {line}: {seconds} a step in place of {before}, {times}", str(loss)]
+    if not training.steps:
+        least = loss.length * (row.way.sync_every if row.way.outer else 1)
+        texts.append(f"only for trainings of at least {least} steps (--total-steps)")
+    if others := _others(row, loss, training):
+        texts.append(f"not measured with {', '.join(others)}")
+    return "; ".join(texts)
 
 
-def _limits(row: Forecast, loss: MeasuredLoss, training: PlannedTraining) -> str:
-    """What the measured loss does not show about this training."""
-    least = loss.length * (row.way.sync_every if row.way.outer else 1)
-    texts = [] if training.steps else [f"only for trainings of at least {least} steps (--total-steps)"]
-    model = [f"{shown_millions(training.num_bytes // 4)} parameters", counted(row.num_ranks, "rank")]
+def _others(row: Forecast, loss: MeasuredLoss, training: PlannedTraining) -> list[str]:
+    """What this training has that the measured one had not."""
+    parameters, others = training.num_bytes // 4, []
+    if not loss.parameters / _SIMILAR <= parameters <= loss.parameters * _SIMILAR:
+        others.append(f"{shown_millions(parameters)} parameters")
+    if row.num_ranks != loss.workers:
+        others.append(counted(row.num_ranks, "rank"))
     if training.steps and row.way.outer and (rounds := training.steps // row.way.sync_every) != loss.rounds:
-        model.append(f"{rounds} rounds")
-    return "; ".join([*texts, f"not measured with {', '.join(model)}"])
+        others.append(f"{rounds} rounds")
+    return others
