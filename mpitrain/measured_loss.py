@@ -171,6 +171,18 @@ def local_updates_without_loss(strategy: str) -> list[MeasuredLoss]:
     return [row for one in settings if (row := rounds_without_loss(strategy, *one))]
 
 
+def loss_in_words(compression: str, sync_every: int) -> str:
+    """The measured loss of a compression, or of local updates with rounds of so many steps, for users."""
+    if sync_every > 1:
+        rows = [row for row in local_updates_without_loss("DiLoCo") if row.sync_every == sync_every]
+        known = f"mt.DiLoCo(sync_every={sync_every}, outer={in_python(rows[0].outer)}): {rows[0]}" if rows else ""
+        return known or f"rounds of {sync_every} steps: none of them is known to lose nothing"
+    if loss_with(compression) == "not measured":
+        return f"{compression}: the loss was not measured"
+    row = without_loss(compression) or max(_rows_of(compression), key=lambda row: (row.is_certain, row.steps))
+    return f"{row.way}: {row}"
+
+
 def _longest(rows: Sequence[MeasuredLoss], length: int | None) -> MeasuredLoss | None:
     """The longest row that lost nothing. One of at least its length that lost something contradicts it."""
     lossy = max((row.length for row in rows if row.is_certain and not row.costs_nothing), default=0)

@@ -16,6 +16,7 @@ from mpitrain.measured_loss import (
     TABLE,
     MeasuredLoss,
     local_updates_without_loss,
+    loss_in_words,
     loss_with,
     rounds_without_loss,
     without_loss,
@@ -91,6 +92,15 @@ def test_a_row_in_words() -> None:
     assert str(MeasuredLoss("int4", 0.0022)) == (
         "held-out loss +0.002 nats (4 workers, 0.11 M parameters, 3000 steps, 1 seed)"
     )
+
+
+def test_a_setting_in_words() -> None:
+    assert loss_in_words("int8", 1) == f"int8: {without_loss('int8')}"
+    assert loss_in_words("top_k", 1).startswith("top_k:0.01: held-out loss +0.920 ± 0.012 nats (")
+    assert loss_in_words("power_sgd:8", 1).startswith("power_sgd:8: held-out loss +0.0")
+    assert loss_in_words("int2", 1) == "int2: the loss was not measured"
+    assert loss_in_words("none", 50).startswith("mt.DiLoCo(sync_every=50, outer=mt.optim.SGD(1.0, momentum=0.8, ")
+    assert loss_in_words("none", 20) == "rounds of 20 steps: none of them is known to lose nothing"
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.way}-{row.sync_every}-{row.steps}")

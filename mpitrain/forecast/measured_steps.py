@@ -60,7 +60,7 @@ class HostTimes:
         sums: seconds of a sum of step_times.SUM_BYTES over all hosts, and processor seconds of a rank in it, by
             algorithm; {}: not measured.
         front: what trains; see StepWatch.trains and lines_to_add.py. "": a GradientReducer.
-        total_steps: of the whole training, if the script says so; 0: not known.
+        total_steps: of the whole training, if the script limits them; 0: not known.
     """
 
     host: str
