@@ -79,7 +79,7 @@ def _line(row: Forecast, plain: Forecast, training: PlannedTraining) -> str:
     loss = row.way.loss(training.steps)
     assert loss is not None
     if row.way.is_setting:
-        line = f"MPITRAIN_COMPRESSION={row.way.codec} before the command"
+        line = " ".join(f"{name}={value}" for name, value in row.way.settings().items()) + " before the command"
     else:
         line = _PLACES.get(training.front, _PLACES["Trainer"]).format(row.way.strategy)
     seconds, before = shown_seconds(row.step_seconds), shown_seconds(plain.step_seconds)

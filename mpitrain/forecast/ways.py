@@ -119,15 +119,20 @@ class ExchangeWay:
             script: with its arguments.
         """
         settings = {"MPITRAIN_PROFILE": profile} if profile and num_ranks > 1 else {}
-        if self.is_setting and num_ranks > 1:
-            if self.codec != "none":
-                settings["MPITRAIN_COMPRESSION"] = self.codec
-            else:
-                settings["MPITRAIN_ALGORITHM"] = self.algorithm
-            if self.bucket_mib is not None:
-                settings["MPITRAIN_BUCKET_MIB"] = f"{self.bucket_mib:g}"
+        if num_ranks > 1:
+            settings |= self.settings()
         words = ["mpitrain", "run", *launch, *([f"--servers={self.servers}"] if self.servers else []), *script]
         return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), shlex.join(words)])
+
+    def settings(self) -> dict[str, str]:
+        """The variables that choose it; {}: the script does."""
+        if not self.is_setting:
+            return {}
+        coded = self.codec != "none"
+        settings = {"MPITRAIN_COMPRESSION": self.codec} if coded else {"MPITRAIN_ALGORITHM": self.algorithm}
+        if self.bucket_mib is not None:
+            settings["MPITRAIN_BUCKET_MIB"] = f"{self.bucket_mib:g}"
+        return settings
 
     def advice(self) -> str:
         """The change that the script needs for it; "": none."""

@@ -35,6 +35,7 @@ def said(
     told: int | None = None,
     num_bytes: int = 4_000_000,
     ranks: int = 4,
+    latency: float = 0.0,
 ) -> list[str]:
     """The lines after the summary. A step of 8 samples takes 0.4 s on one rank; 1 M parameters are 6 MB of 4 nodes."""
     numbers = (1, 2, 4, 8)
@@ -43,7 +44,9 @@ def said(
         for number in numbers
     )
     host = HostTimes("one", (("w", num_bytes),), parts, False, 10**8, 2.0, 1.0, {}, front, total_steps)
-    machines = replace(equal_machines(nodes, bytes_per_second=rate, latency_seconds=0, ranks_per_node=ppn), costs=COSTS)
+    machines = replace(
+        equal_machines(nodes, bytes_per_second=rate, latency_seconds=latency, ranks_per_node=ppn), costs=COSTS
+    )
     planner = Planner([host], machines, is_profiled=False)
     report = plan_report(
         planner, [host], [ranks], lambda row: row.way.command(ranks, [], "", ["t.py"]), shows_all=False,
@@ -125,6 +128,12 @@ def test_a_row_of_the_table_is_enough_for_a_longer_round(monkeypatch: pytest.Mon
     lines = said("Trainer", 3000, rate=1e6)
     assert "sync_every=200" in lines[0] and "12000 steps; this training has 3000" in lines[0]
     assert "add mt.DiLoCo(sync_every=50, " in lines[-1]
+
+
+def test_the_size_of_buckets_belongs_to_the_line() -> None:
+    """With 40 MB whose gradients come late, large buckets are slower: the last one is not hidden."""
+    (line,) = said("", 3000, num_bytes=40_000_000, rate=125e6, latency=0.005)
+    assert "MPITRAIN_COMPRESSION=int8 MPITRAIN_BUCKET_MIB=16 before the command" in line
 
 
 def test_every_kind_of_trainer_has_its_place() -> None:
