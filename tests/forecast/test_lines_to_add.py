@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from mpitrain import measured_loss
-from mpitrain.forecast.lines_to_add import _PLACES
+from mpitrain.forecast.lines_to_add import _PLACES, PlannedTraining, lines_to_add
 from mpitrain.forecast.machines import equal_machines
 from mpitrain.forecast.measured_steps import HostTimes, PartTimes
-from mpitrain.forecast.planner import Planner, plan_report
+from mpitrain.forecast.planner import Forecast, Planner, plan_report
+from mpitrain.forecast.ways import ExchangeWay
 from mpitrain.measured_loss import OF_FEW_ROUNDS, TABLE, MeasuredLoss
 from mpitrain.profile import DEFAULT
 from mpitrain.training.trainer import Trainer
@@ -35,7 +36,6 @@ def said(
     told: int | None = None,
     num_bytes: int = 4_000_000,
     ranks: int = 4,
-    latency: float = 0.0,
 ) -> list[str]:
     """The lines after the summary. A step of 8 samples takes 0.4 s on one rank; 1 M parameters are 6 MB of 4 nodes."""
     numbers = (1, 2, 4, 8)
@@ -44,9 +44,7 @@ def said(
         for number in numbers
     )
     host = HostTimes("one", (("w", num_bytes),), parts, False, 10**8, 2.0, 1.0, {}, front, total_steps)
-    machines = replace(
-        equal_machines(nodes, bytes_per_second=rate, latency_seconds=latency, ranks_per_node=ppn), costs=COSTS
-    )
+    machines = replace(equal_machines(nodes, bytes_per_second=rate, latency_seconds=0, ranks_per_node=ppn), costs=COSTS)
     planner = Planner([host], machines, is_profiled=False)
     report = plan_report(
         planner, [host], [ranks], lambda row: row.way.command(ranks, [], "", ["t.py"]), shows_all=False,
@@ -131,9 +129,13 @@ def test_a_row_of_the_table_is_enough_for_a_longer_round(monkeypatch: pytest.Mon
 
 
 def test_the_size_of_buckets_belongs_to_the_line() -> None:
-    """With 40 MB whose gradients come late, large buckets are slower: the last one is not hidden."""
-    (line,) = said("", 3000, num_bytes=40_000_000, rate=125e6, latency=0.005)
-    assert "MPITRAIN_COMPRESSION=int8 MPITRAIN_BUCKET_MIB=16 before the command" in line
+    part = PartTimes(1, 8, 0.1, (0.1,), 0.1, 0.1, 10)
+    host = HostTimes("one", (("w", 4_000_000),), (part,), True, 10**8, 2.0, 1.0, {})
+    planner = Planner([host], equal_machines(4), is_profiled=False)
+    plain = Forecast(4, ExchangeWay("ring"), 0.5, 32, 1.0, 6e6, "compute")
+    resized = replace(plain, way=ExchangeWay("auto", "int8", 16), step_seconds=0.2, wire_bytes=2e6)
+    (line,) = lines_to_add(planner, [resized, plain], plain, PlannedTraining("", 3000, 4_000_000))
+    assert line.startswith("4 ranks: add MPITRAIN_COMPRESSION=int8 MPITRAIN_BUCKET_MIB=16 before the command: 200 ms a")
 
 
 def test_every_kind_of_trainer_has_its_place() -> None:
