@@ -244,7 +244,7 @@ class Attempts:
         """Drop what is prepared."""
         self._stack.close()
         if self._thread is not None:
-            self._thread.join()  # whoever waits for facts of an attempt that has been left ends soon
+            self._thread.join()  # a wait for facts ends soon after its attempt has been left
         self._next = self._thread = None
         self._has_begun = False
 
