@@ -12,7 +12,15 @@ import pytest
 
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Steps
-from mpitrain.allreduce.costs import Topology, bucket_bytes, native_below_bytes, pays
+from mpitrain.allreduce.costs import (
+    Topology,
+    best_codec,
+    bucket_bytes,
+    codec_seconds,
+    codecs_of_auto,
+    compression,
+    native_below_bytes,
+)
 from mpitrain.allreduce.direct import direct_seconds
 from mpitrain.allreduce.hierarchical import hierarchical_seconds
 from mpitrain.allreduce.native import native_seconds
@@ -148,17 +156,39 @@ def test_bucket_bytes_by_hand() -> None:
     assert bucket_bytes(dataclasses.replace(measured, latency_seconds=1.0), 4) == 64 * 2**20
 
 
-def test_compression_pays_by_hand() -> None:
-    def profile(rate: float) -> Profile:
-        return dataclasses.replace(linked(set()), codecs=(("bf16", rate),))
+def coded(nodes: int, lanes: int = 1, **rates: float) -> Topology:
+    """Nodes on links of 100 MB/s, and codecs of these rates."""
+    return between(dataclasses.replace(linked(set()), codecs=tuple(rates.items())), nodes, lanes)
 
-    # A byte takes 10 ns on the wire; half of it saves 5 ns; half of that may go to the codec: 2.5 ns, 400 MB/s.
-    assert not pays("bf16", profile(399e6), 1)
-    assert pays("bf16", profile(401e6), 1)
-    # With 4 lanes each has a quarter of the link, and a core of its own.
-    assert pays("bf16", profile(101e6), 4)
-    assert not pays("int8", profile(1e12), 1)  # not measured
-    assert not pays("bf16", dataclasses.replace(profile(1e12), nodes=()), 1)
+
+def test_the_time_of_a_codec_by_hand() -> None:
+    # 2 x 3/4 of 4 MB at 100 MB/s are 60 ms, of bf16 half of it; a core of 1 GB/s takes 4 ms for 4 MB.
+    place = coded(4, bf16=1e9)
+    assert codec_seconds("none", 1_000_000, place) == (pytest.approx(0.06), 0.0)
+    assert codec_seconds("bf16", 1_000_000, place) == (pytest.approx(0.03), pytest.approx(0.004))
+    assert codec_seconds("int8", 1_000_000, place)[1] == math.inf  # its rate is not known
+    # The lanes of a node share its link, and each has a core of its own.
+    assert codec_seconds("bf16", 1_000_000, coded(4, 2, bf16=1e9)) == (pytest.approx(0.03), pytest.approx(0.002))
+
+
+def test_a_codec_must_save_twice_its_time() -> None:
+    # On 2 nodes a byte takes 10 ns on the wire; half of it saves 5 ns; half of that may go to the codec: 400 MB/s.
+    for rate, lanes, expected in ((399e6, 1, "none"), (401e6, 1, "bf16"), (101e6, 4, "bf16"), (99e6, 4, "none")):
+        assert best_codec(["bf16"], 2**20, coded(2, lanes, bf16=rate)) == expected
+    # On 4 nodes half as much again travels: 267 MB/s.
+    for rate, expected in ((266e6, "none"), (268e6, "bf16")):
+        assert best_codec(["bf16"], 2**20, coded(4, bf16=rate)) == expected
+    both = ["bf16", "int8"]
+    assert best_codec(both, 2**20, coded(2, bf16=9e9, int8=9e9)) == "int8"
+    assert best_codec(both, 2**20, coded(2, bf16=9e9, int8=35e7)) == "bf16"  # 2.5 ns saved, 2.9 for the codec
+    assert best_codec([], 2**20, coded(2, bf16=9e9)) == best_codec(both, 2**20, coded(2)) == "none"
+
+
+def test_compression_auto_takes_what_has_never_cost_loss() -> None:
+    assert codecs_of_auto() == ["bf16"]
+    fast = coded(2, bf16=1e12, int8=1e12, int4=1e12).profile
+    assert (compression(fast, 2, 1), compression(fast, 1, 1)) == ("bf16", "none")
+    assert compression(dataclasses.replace(fast, nodes=()), 2, 1) == "none"  # not measured
 
 
 # -- auto and hierarchical take the cheapest for each size -----------------------------------------------------------

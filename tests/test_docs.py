@@ -48,6 +48,7 @@ COMMAND_SECONDS = 300.0
 FRAMEWORKS = {
     "docs/how-to/horovod.md": "torch",
     "docs/how-to/jax.md": "jax",
+    "docs/how-to/low-communication.md": "torch",
     "docs/how-to/pytorch.md": "torch",
     "docs/explanation/numerics.md": "torch",
 }

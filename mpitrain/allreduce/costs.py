@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from mpitrain.compression import CODECS, factory_of
+from mpitrain.measured_loss import loss_with
 from mpitrain.profile import Profile
 from mpitrain.world.world import World
 
@@ -21,6 +23,7 @@ _DEFAULT_BUCKET_BYTES = 4 * 2**20
 # Used if a profile has no value. Measured (benchmarks/log/): below this size, MPI's own call is faster than any
 # algorithm made of messages from Python.
 _NATIVE_INSIDE_BYTES, _NATIVE_BETWEEN_BYTES = 16 * 1024, 256 * 1024
+_NOMINAL_VALUES = 2**20  # the choice of a codec by rates does not depend on their number
 _PYTHON_SECONDS = 200e-6  # the extra time of direct over MPI's own call without latency
 
 
@@ -93,15 +96,43 @@ def bucket_bytes(profile: Profile, num_nodes: int) -> int:
     return round(min(max(needed, 2**20), 64 * 2**20))
 
 
-def pays(codec: str, profile: Profile, lanes: int) -> bool:
-    """True if a codec that halves the bytes takes less than half of the communication time that it saves."""
-    rate = dict(profile.codecs).get(codec, 0.0)
-    return profile.is_measured and rate > 4 * _rate(profile, lanes)
+def codec_seconds(codec: str, num_values: int, topology: Topology) -> tuple[float, float]:
+    """Predicted seconds of a sum of float32 between nodes: on the wire, and on a rank's core for the codec.
+
+    Args:
+        codec: its name, or "none".
+        num_values: of all lanes together.
+        topology: of the lanes between nodes. Its profile has the codec's rate; otherwise the second number is infinite.
+    """
+    coder = None if codec == "none" else factory_of(codec)(False)
+    num_bytes = 4 * num_values if coder is None else coder.wire_bytes(num_values)
+    lanes = max(topology.lanes, 1)
+    wire = wire_seconds(num_bytes, replace(topology, lanes=1))
+    if coder is None:
+        return wire, 0.0
+    rate = dict(topology.profile.codecs).get(codec, 0.0)
+    return wire, 4 * num_values / lanes / rate if rate else math.inf
+
+
+def best_codec(names: Iterable[str], num_values: int, topology: Topology) -> str:
+    """The codec with the shortest sum, of those that take less than half of the time that they save on the wire;
+    "none": there is none. Arguments: see codec_seconds."""
+    plain, _ = codec_seconds("none", num_values, topology)
+    seconds = {name: codec_seconds(name, num_values, topology) for name in names}
+    paying = {name: wire + coding for name, (wire, coding) in seconds.items() if coding < (plain - wire) / 2}
+    return min(paying, key=paying.__getitem__, default="none")
 
 
 def compression(profile: Profile, num_nodes: int, lanes: int) -> str:
-    """The codec that compression=auto stands for."""
-    return "bf16" if num_nodes > 1 and pays("bf16", profile, lanes) else "none"
+    """The codec that compression=auto stands for: by the measured profile, of those that have never cost loss."""
+    if num_nodes == 1 or not profile.is_measured:
+        return "none"
+    return best_codec(codecs_of_auto(), _NOMINAL_VALUES, Topology(profile, (1,) * num_nodes, lanes))
+
+
+def codecs_of_auto() -> list[str]:
+    """The codecs that compression=auto may take: no measured training has lost anything with them."""
+    return [name for name in CODECS if loss_with(name) == "none"]
 
 
 def _rate(profile: Profile, lanes: int) -> float:

@@ -6,10 +6,12 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import ConfigError
+from mpitrain.measured_loss import loss_in_words
 from mpitrain.reading import shown_text, whole
 from mpitrain.units import add_renamed, seconds, seconds_list, seconds_or_0, size_mib
 
@@ -36,7 +38,7 @@ _ALL = _STEPS | _SERVERS | _SAVES
 _OF_SCRIPTS_TOO = ("machines", "profile", "link", "ppn", "ranks", "steps")
 _OF_SCRIPTS = {
     "num_ranks": None, "hosts": None, "inventory": None, "env_file": None, "mpiexec": None, "start_timeout": 60.0,
-    "step_timeout": 600.0, "writes": False, "all": False,
+    "step_timeout": 600.0, "writes": False, "all": False, "total_steps": None,
 }  # fmt: skip
 
 
@@ -132,6 +134,9 @@ def _steps(settings: argparse.Namespace) -> tuple[SimulationReport, str]:
         num_seeds=settings.seeds if settings.spread else 1,
         tell=lambda text: print(f"mpitrain plan: {text}", file=sys.stderr),
     )  # fmt: skip
+    if settings.codec != "none" or settings.sync_every > 1:
+        loss = loss_in_words(settings.codec, settings.sync_every)
+        report = replace(report, answers=[*report.answers, loss])
     return report, machines.origin
 
 

@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=Path, metavar="FILE", help="profile of `mpitrain bench --save-profile`")
     parser.add_argument("--link", type=rate_gbit, metavar="RATE", help="rate of each node's link (936Mbit/s)")
     parser.add_argument("--ranks", type=counts, metavar="N,N", help="numbers of ranks to plan (1,2,4,8, and more)")
+    parser.add_argument("--total-steps", type=positive, metavar="N", help="steps of the whole training (StopAtStep's)")
     parser.add_argument("--steps", type=positive, metavar="N", help="steps to measure or to simulate (10)")
     parser.add_argument(
         "--step-timeout",
@@ -171,7 +172,7 @@ def _plan_script(arguments: argparse.Namespace) -> int:
         origin += f"; each host is taken to be as fast as {hosts[0].host}"
     print(measured)
     report.print(origin)
-    _write(arguments, report, machines.origin, {"script": request.script, "ranks": ranks}, report.answers[-1])
+    _write(arguments, report, machines.origin, {"script": request.script, "ranks": ranks}, report.title)
     _keep(request, report, measured, origin)
     return 0
 
@@ -305,7 +306,7 @@ def _reported(
 
     is_progress = sys.stderr.isatty()
     return plan_report(
-        planner, hosts, ranks, command, shows_all=arguments.all,
+        planner, hosts, ranks, command, shows_all=arguments.all, total_steps=arguments.total_steps,
         tell=lambda text: print(f"mpitrain plan: {text}", file=sys.stderr, flush=True) if is_progress else None,
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ def bfloat16(compiled: bool) -> Codec:
         else twin(numpy.dtype(ml_dtypes.bfloat16), 0x7FC0)
     )
     return ArrayCodec(
-        "bf16", parts, passes, compiled, relative_error=2.0**-8, loss="none", may_overflow=True, device_file="codec.cu"
+        "bf16", parts, passes, compiled, relative_error=2.0**-8, may_overflow=True, device_file="codec.cu"
     )
 
 
@@ -53,7 +53,7 @@ def float16(compiled: bool) -> Codec:
         else twin(numpy.dtype(numpy.float16), 0x7E00)
     )
     return ArrayCodec(
-        "fp16", parts, passes, compiled, relative_error=2.0**-11, loss="rare", may_overflow=True, device_file="codec.cu"
+        "fp16", parts, passes, compiled, relative_error=2.0**-11, may_overflow=True, device_file="codec.cu"
     )
 
 

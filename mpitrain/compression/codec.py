@@ -6,11 +6,10 @@ All arrays are one-dimensional, contiguous and on the CPU. Sums are made in floa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy
 
-CodecLoss = Literal["none", "rare", "costs", "not measured"]
 # The number of values that fit into a codec's scratch memory. More values are processed in pieces of this size.
 PIECE_VALUES = 65536
 
@@ -38,9 +37,6 @@ class Codec(Protocol):
     # The largest error of a decoded value in the codec's usual range, relative to the largest |value| of the array. The
     # contract tests refuse a bound of more than four times what they find.
     relative_error: float
-    # The measured effect on the training loss (docs/how-to/low-communication.md): "none", "rare" (seldom a loss),
-    # "costs" (a loss), or "not measured". `mpitrain plan` prints it.
-    loss: CodecLoss
     device_code: DeviceCode | None  # None: gradients on a GPU are coded on the CPU
 
     def wire_bytes(self, count: int) -> int:
@@ -95,7 +91,6 @@ class ArrayCodec:
         compiled: bool,
         *,
         relative_error: float,
-        loss: CodecLoss = "not measured",
         may_overflow: bool = False,
         gathered: bool = False,
         places_exist: Callable[[tuple[numpy.ndarray, ...], int], bool] = lambda *_: True,
@@ -108,7 +103,6 @@ class ArrayCodec:
             passes: the work.
             compiled: see Codec.
             relative_error: see Codec.
-            loss: see Codec.
             may_overflow: see Codec.
             gathered: see Codec.
             places_exist: checks the places, in the arrays of a wire, to which decoding would write.
@@ -116,7 +110,6 @@ class ArrayCodec:
         """
         self.name = name
         self.relative_error = relative_error
-        self.loss: CodecLoss = loss
         self.may_overflow = may_overflow
         self.gathered = gathered
         self.device_code = None if device_file is None else DeviceCode(device_file, parts)

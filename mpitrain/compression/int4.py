@@ -48,7 +48,7 @@ SCALE, CODES = numpy.dtype(numpy.float32), numpy.dtype(numpy.uint8)
 def int4(compiled: bool) -> Codec:
     """Whole numbers from -7 to 7, in blocks of 64 with one scale each."""
     passes, error = fast() if compiled else twin(), (0.5 + 2.0**-18) / 7
-    return ArrayCodec("int4", parts, passes, compiled, relative_error=error, loss="rare", device_file="codec.cu")
+    return ArrayCodec("int4", parts, passes, compiled, relative_error=error, device_file="codec.cu")
 
 
 def parts(count: int) -> list[tuple[numpy.dtype, int]]:

@@ -48,7 +48,7 @@ SCALE, CODE = numpy.dtype(numpy.float32), numpy.dtype(numpy.int8)
 def int8(compiled: bool) -> Codec:
     """Whole numbers from -127 to 127, in blocks of 256 with one scale each."""
     passes, error = fast() if compiled else twin(), (0.5 + 2.0**-14) / 127
-    return ArrayCodec("int8", parts, passes, compiled, relative_error=error, loss="rare", device_file="codec.cu")
+    return ArrayCodec("int8", parts, passes, compiled, relative_error=error, device_file="codec.cu")
 
 
 def parts(count: int) -> list[tuple[numpy.dtype, int]]:

@@ -84,7 +84,6 @@ def quantised_top_k(compiled: bool, density: float, bits: int, name: str) -> Cod
         passes(density, bits, compiled=compiled),
         compiled,
         relative_error=1.0,
-        loss="costs",
         gathered=True,
         places_exist=partial(places_exist, density, bits),
     )

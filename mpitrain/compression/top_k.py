@@ -59,7 +59,6 @@ def top_k(compiled: bool, density: float = DENSITY, name: str = "top_k") -> Code
         passes,
         compiled,
         relative_error=1.0,
-        loss="costs",
         gathered=True,
         places_exist=partial(places_exist, density),
     )

@@ -59,6 +59,8 @@ class HostTimes:
         busy_cores: that the steps kept busy, on average.
         sums: seconds of a sum of step_times.SUM_BYTES over all hosts, and processor seconds of a rank in it, by
             algorithm; {}: not measured.
+        front: what trains; see StepWatch.trains and lines_to_add.py. "": a GradientReducer.
+        total_steps: of the whole training, if the script limits them; 0: not known.
     """
 
     host: str
@@ -69,6 +71,8 @@ class HostTimes:
     cores: float
     busy_cores: float
     sums: dict[str, tuple[float, float]]
+    front: str = ""
+    total_steps: int = 0
 
     @property
     def whole(self) -> float:
@@ -210,6 +214,8 @@ def _host(entry: dict[str, Any]) -> HostTimes:
         entry["cores"],
         entry["busy_cores"],
         {name: (seconds, processor) for name, (seconds, processor) in entry["sums"].items()},
+        entry["front"],
+        entry["total_steps"],
     )
 
 

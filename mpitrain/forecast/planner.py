@@ -21,6 +21,7 @@ import numpy
 
 from mpitrain.allreduce.costs import bucket_bytes
 from mpitrain.errors import ConfigError
+from mpitrain.forecast.lines_to_add import PlannedTraining, lines_to_add
 from mpitrain.forecast.machines import Machines
 from mpitrain.forecast.measured_steps import HostTimes, PartTimes, doubts
 from mpitrain.forecast.report import IDEAL, Panel, Point, SimulationReport, counted, shown_seconds
@@ -275,6 +276,7 @@ def plan_report(
     *,
     shows_all: bool,
     tell: Callable[[str], object],
+    total_steps: int | None = None,
 ) -> SimulationReport:
     """Forecast every number of ranks.
 
@@ -283,6 +285,7 @@ def plan_report(
         command: the line that runs a row.
         shows_all: show every configuration, and not only the best few.
         tell: called with what is being simulated.
+        total_steps: of the whole training. Default: what the script says; without that, they are not known.
 
     Raises:
         ConfigError: none of them can be planned.
@@ -298,6 +301,7 @@ def plan_report(
     )  # fmt: skip
     cells = [_cells(row) for ways in shown.values() for row in ways]
     every = [row for ways in rows.values() for row in ways]
+    summary = sentence(planner, hosts[0], rows)
     return SimulationReport(
         columns,
         cells,
@@ -306,14 +310,27 @@ def plan_report(
             *_lines_to_run(planner, rows, command),
             *left_out,
             *doubts(hosts),
-            sentence(planner, hosts[0], rows),
+            summary,
+            *_additions(planner, hosts[0], rows, total_steps or hosts[0].total_steps or None),
         ],
         "ranks",
         [
             Panel("samples/s", {**_lines(rows, lambda row: row.samples_per_second), IDEAL: _ideal(rows)}, log_base=2),
             Panel("efficiency", _lines(rows, lambda row: row.efficiency)),
         ],
+        summary,
     )
+
+
+def _additions(
+    planner: Planner, host: HostTimes, rows: Mapping[int, Sequence[Forecast]], total_steps: int | None
+) -> list[str]:
+    """What to add for the largest number of ranks."""
+    number = max(rows)
+    if planner.machines.nodes_of(number)[-1] == 0:
+        return []
+    plain = next(row for row in rows[number] if _is_plain(row))
+    return lines_to_add(planner, rows[number], plain, PlannedTraining(host.front, total_steps, host.num_bytes))
 
 
 def _ideal(rows: Mapping[int, Sequence[Forecast]]) -> list[Point]:
@@ -356,7 +373,7 @@ def _best_few(ways: Sequence[Forecast]) -> list[Forecast]:
 
 
 def _remark(row: Forecast) -> str:
-    return "; ".join(part for part in (row.way.warning, row.way.advice()) if part)
+    return row.way.warning or row.way.advice()
 
 
 def _cells(row: Forecast) -> list[str]:

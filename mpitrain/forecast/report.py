@@ -53,6 +53,7 @@ class SimulationReport:
         rows: the same with all digits.
         answers: sentences.
         x_label, panels: of the picture.
+        title: of the picture; "": that of the table.
     """
 
     columns: Sequence[str]
@@ -61,6 +62,7 @@ class SimulationReport:
     answers: Sequence[str]
     x_label: str
     panels: Sequence[Panel]
+    title: str = ""
 
     def print(self, title: str) -> None:
         """Print the table and the answers."""

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpitrain.compression import CODECS, factory_of
-from mpitrain.compression.codec import CodecLoss
+from mpitrain.measured_loss import (
+    OF_THE_PAPER,
+    CodecLoss,
+    MeasuredLoss,
+    in_python,
+    local_updates_without_loss,
+    loss_with,
+    rounds_without_loss,
+    without_loss,
+)
 
-# The text in a table about the loss with a codec; see Codec.loss.
+# The remark in a table about the loss with a codec; see loss_with.
 _WARNINGS: dict[CodecLoss, str] = {
     "none": "",
     "rare": "compare the loss",
     "costs": "costs loss",
     "not measured": "loss not measured",
 }
-# Rounds and servers train differently, so only the user can choose them.
-_ROUNDS = (10, 50)
 # Without halving_doubling: on 2 to 8 measured hosts it was never the fastest, and as it polls, its processor time says
 # little about its work.
 _ALGORITHMS = ("ring", "direct")
@@ -34,7 +40,8 @@ class ExchangeWay:
         algorithm: of the sums; "auto" with a codec, which decides by itself.
         codec: between nodes; "none": no codec.
         bucket_mib: of gradients; None: that of a job without the setting.
-        sync_every: steps of a round of mt.LocalSGD; 1: each step is exchanged.
+        sync_every: steps of a round of local updates; 1: each step is exchanged.
+        outer: rate and Nesterov momentum of the outer optimizer of mt.DiLoCo; (): the local updates are mt.LocalSGD.
         servers: of mt.ParameterServer("sync"); 0: all ranks are equal.
     """
 
@@ -42,6 +49,7 @@ class ExchangeWay:
     codec: str = "none"
     bucket_mib: float | None = None
     sync_every: int = 1
+    outer: tuple[float, ...] = ()
     servers: int = 0
 
     @property
@@ -49,10 +57,32 @@ class ExchangeWay:
         """Whether the loss is that of a training of one rank, as far as was measured."""
         return loss_with(self.codec) == "none" and self.sync_every == 1
 
+    def loss(self, steps: int | None) -> MeasuredLoss | None:
+        """What shows that a training of so many steps loses nothing; None: nothing does. See without_loss."""
+        if self.sync_every > 1:
+            return rounds_without_loss("DiLoCo", self.sync_every, self.outer, steps)
+        return without_loss(self.codec, steps)
+
     @property
     def warning(self) -> str:
         """The warning in a table about the loss; "": none."""
-        return _WARNINGS["costs" if self.sync_every > 1 else loss_with(self.codec)]
+        if self.sync_every == 1:
+            return _WARNINGS[loss_with(self.codec)]
+        row = self.loss(None)
+        return f"no loss with {row.rounds} rounds" if row else _WARNINGS["costs"]
+
+    @property
+    def strategy(self) -> str:
+        """The strategy in Python that the script needs for it; "": mt.Sync()."""
+        if self.servers:
+            return 'mt.ParameterServer("sync")'
+        if self.sync_every == 1:
+            return ""
+        if not self.outer:
+            return f"mt.LocalSGD({self.sync_every})"
+        if self.outer == OF_THE_PAPER:  # the default
+            return f"mt.DiLoCo(sync_every={self.sync_every})"
+        return f"mt.DiLoCo(sync_every={self.sync_every}, outer={in_python(self.outer)})"
 
     @property
     def is_setting(self) -> bool:
@@ -63,7 +93,7 @@ class ExchangeWay:
         if self.servers:
             return f"{self.servers} server{'s' * (self.servers > 1)}"
         if self.sync_every > 1:
-            return f"LocalSGD({self.sync_every})"
+            return f"{'DiLoCo' if self.outer else 'LocalSGD'}({self.sync_every})"
         name = self.algorithm if self.codec == "none" else self.codec
         return name if self.bucket_mib is None else f"{name}, {self.bucket_mib:g} MiB"
 
@@ -89,29 +119,24 @@ class ExchangeWay:
             script: with its arguments.
         """
         settings = {"MPITRAIN_PROFILE": profile} if profile and num_ranks > 1 else {}
-        if self.is_setting and num_ranks > 1:
-            if self.codec != "none":
-                settings["MPITRAIN_COMPRESSION"] = self.codec
-            else:
-                settings["MPITRAIN_ALGORITHM"] = self.algorithm
-            if self.bucket_mib is not None:
-                settings["MPITRAIN_BUCKET_MIB"] = f"{self.bucket_mib:g}"
+        if num_ranks > 1:
+            settings |= self.settings()
         words = ["mpitrain", "run", *launch, *([f"--servers={self.servers}"] if self.servers else []), *script]
         return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), shlex.join(words)])
 
+    def settings(self) -> dict[str, str]:
+        """The variables that choose it; {}: the script does."""
+        if not self.is_setting:
+            return {}
+        coded = self.codec != "none"
+        settings = {"MPITRAIN_COMPRESSION": self.codec} if coded else {"MPITRAIN_ALGORITHM": self.algorithm}
+        if self.bucket_mib is not None:
+            settings["MPITRAIN_BUCKET_MIB"] = f"{self.bucket_mib:g}"
+        return settings
+
     def advice(self) -> str:
         """The change that the script needs for it; "": none."""
-        if self.servers:
-            return 'strategy mt.ParameterServer("sync") in the script'
-        return f"strategy mt.LocalSGD({self.sync_every}) in the script" if self.sync_every > 1 else ""
-
-
-@functools.cache
-def loss_with(codec: str) -> CodecLoss:
-    """The measured loss of trainings with a codec, "none", or power_sgd, which is not a codec."""
-    if codec == "none":
-        return "none"
-    return factory_of(codec)(False).loss if codec.partition(":")[0] in CODECS else "costs"
+        return f"strategy {self.strategy} in the script" if self.strategy else ""
 
 
 def way_of_settings(algorithm: str, bucket_mib: float, codec: str) -> ExchangeWay:
@@ -137,6 +162,12 @@ def resized_ways(way: ExchangeWay) -> list[ExchangeWay]:
 
 
 def other_ways(plain: ExchangeWay, num_ranks: int, ranks_per_node: int) -> list[ExchangeWay]:
-    """Rounds by the algorithm of a plain way, and servers where at least two workers are left."""
-    rounds = [ExchangeWay(plain.algorithm, sync_every=steps) for steps in _ROUNDS]
+    """Local updates by the algorithm of a plain way, and servers where at least two workers are left.
+
+    They train differently, so only the user can choose them. The local updates are those that have lost nothing.
+    """
+    rounds = [
+        ExchangeWay(plain.algorithm, sync_every=row.sync_every, outer=row.outer)
+        for row in local_updates_without_loss("DiLoCo")
+    ]
     return [*rounds, *([ExchangeWay(servers=1)] if num_ranks > 2 and ranks_per_node == 1 else [])]

@@ -68,6 +68,7 @@ class StepTimes:
         self._num_steps = 0
         self._is_fixed = False  # each rank takes the same number of samples, however many ranks there are
         self._is_written = False
+        self._front, self._total_steps = "", 0
 
     def begin(self, layout: Sequence[tuple[str, int]], weight: float) -> None:
         """Note that gradients will follow: names and bytes by index, and the number of their samples.
@@ -85,6 +86,10 @@ class StepTimes:
         self._layout = list(layout)
         self._weight = float(weight)
         self._ready = [0.0] * len(layout)
+
+    def trains(self, front: str, steps: int | None) -> None:
+        """Note what trains, such as "prepare", and the number of steps of the whole training; None: not known."""
+        self._front, self._total_steps = front, steps or 0
 
     def ready(self, index: int) -> None:
         """Note that a gradient is in its bucket."""
@@ -130,6 +135,8 @@ class StepTimes:
             "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "cores": own_cores(self._everyone),
             "busy_cores": self._busy_cores,
+            "front": self._front,
+            "total_steps": self._total_steps,
         }
         of_all = self._everyone.allgather({**own, "sums": self._sums()})  # last, when nothing else is being measured
         with self._everyone.together("write the times of the steps"):

@@ -255,7 +255,7 @@ def make_exchange(
 
 
 def _by_profile(world: World) -> str:
-    """Choose bf16 if it pays off, and print the choice with its reason."""
+    """Choose a codec that has never cost loss if it pays off, and print the choice with its reason."""
     chosen = compression_by(world.profile, world.num_nodes, num_lanes(world))
     rate = world.profile.bytes_per_second / 1e6
     reason = f"{world.num_nodes} nodes, {rate:.0f} MB/s between them ({world.profile.origin})"

@@ -6,13 +6,10 @@ is adjusted until the forecast for the current configuration equals the measured
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import numpy
-
-from mpitrain.compression import make_codec
+from mpitrain.compression import coding_rate
 from mpitrain.forecast.machines import Machines, equal_machines, machines_of
 from mpitrain.forecast.measured_steps import HostTimes, PartTimes
 from mpitrain.forecast.planner import Planner
@@ -20,8 +17,6 @@ from mpitrain.forecast.ways import ExchangeWay, plain_ways, resized_ways, way_of
 from mpitrain.reducer.bucket import Layout
 from mpitrain.strategies.chooser import StepMedians
 from mpitrain.world.world import World
-
-_CODEC_VALUES, _CODEC_ROUNDS = 2**18, 3
 
 
 class LiveForecast:
@@ -84,7 +79,7 @@ def _machines_of(world: World, codecs: Sequence[str]) -> Machines:
     known = dict(profile.codecs)
     # One rate for all settings of a codec, as in a profile.
     kinds = {name.partition(":")[0]: name for name in codecs if name != "none"}
-    rates = tuple((kind, known.get(kind) or _codec_rate(name)) for kind, name in kinds.items())
+    rates = tuple((kind, known.get(kind) or coding_rate(name)) for kind, name in kinds.items())
     names = sorted(world.hosts[world.node_ranks.index(node)] for node in range(world.num_nodes))
     if profile.links and sorted(profile.nodes) == names:
         machines = machines_of(profile, world.local_size)
@@ -93,18 +88,3 @@ def _machines_of(world: World, codecs: Sequence[str]) -> Machines:
         world.num_nodes, bytes_per_second=profile.bytes_per_second, latency_seconds=profile.latency_seconds,
         ranks_per_node=world.local_size, costs=replace(profile, codecs=rates),
     )  # fmt: skip
-
-
-def _codec_rate(name: str) -> float:
-    """Bytes of float32 that a core encodes, adds and decodes per second, in turn."""
-    codec = make_codec(name)
-    values = numpy.linspace(-1, 1, _CODEC_VALUES, dtype=numpy.float32)
-    wire, total = numpy.empty(codec.wire_bytes(values.size), numpy.uint8), numpy.zeros_like(values)
-    taken = []
-    for _ in range(_CODEC_ROUNDS):
-        began = time.perf_counter()
-        codec.encode(values, wire)
-        codec.add(wire, total)
-        codec.decode(wire, total)
-        taken.append(time.perf_counter() - began)
-    return values.nbytes / min(taken)

@@ -8,7 +8,7 @@ In between, ranks exchange only 80 bytes per step: samples, losses, and whether 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,8 @@ from mpitrain.arrays import Array, is_device_array
 from mpitrain.compression.quantised_top_k import MOST_BITS
 from mpitrain.compression.top_k import BLOCK_VALUES, HIGHEST, LOWEST
 from mpitrain.errors import ConfigError, everywhere
-from mpitrain.optim.optimizers import SGD, Optimizer
+from mpitrain.measured_loss import OF_THE_PAPER, MeasuredLoss, in_python, local_updates_without_loss
+from mpitrain.optim.optimizers import SGD, Optimizer, described
 from mpitrain.reducer.alone import AloneExchange
 from mpitrain.reducer.exchange import CompressedExchange, Exchange, make_exchange
 from mpitrain.reducer.means import Means
@@ -30,9 +31,6 @@ from mpitrain.world.world import World
 
 # A rank's gradients are not sent, so there is no reason to cut them into buckets.
 ONE_BUCKET = 2**62
-# With so many, DiLoCo(50) reached the loss of Sync, if its outer optimizer was SGD(1.0, momentum=0.8, nesterov=True);
-# with 30, it did not (benchmarks/low_communication.py).
-_SHOWN_ROUNDS = 60
 
 
 class LocalUpdates(Strategy):
@@ -53,6 +51,7 @@ class LocalUpdates(Strategy):
         """`by_rank`: in an outer step, each rank sends its own values, also to the other ranks of its node."""
         self.schedule = OuterSchedule(type(self).__name__, sync_every, warm_up, fragments, delay, alpha)
         self._exchange, self._outer, self._by_rank = exchange, outer, by_rank
+        self._outer_settings = described(outer)
 
     def outer_steps(self, world: World, model: LocalModel) -> OuterSteps:
         """Return the outer steps for a loop that makes its own optimizer steps, such as that of mpitrain.torch.prepare.
@@ -89,7 +88,12 @@ class LocalUpdates(Strategy):
     @property
     def least_rounds(self) -> int:
         """The number of rounds with which a training was shown to lose nothing. With fewer, a warning is printed."""
-        return 0 if self._outer is None else _SHOWN_ROUNDS
+        return min((row.rounds for row in self._shown()), default=0)
+
+    def _shown(self) -> list[MeasuredLoss]:
+        """The measured trainings with this strategy that lost nothing: those with its outer optimizer, if any."""
+        rows = local_updates_without_loss(self.schedule.kind)
+        return [row for row in rows if row.outer and _settings(row.outer) == self._outer_settings] or rows
 
     def doubt(self, steps: int) -> str:
         """See Strategy: the steps have fewer rounds than `least_rounds`."""
@@ -97,11 +101,15 @@ class LocalUpdates(Strategy):
         rounds = max(0, steps - warm_up) // every
         if self._world.size == 1 or rounds >= least:
             return ""
+        best = min(local_updates_without_loss(self.schedule.kind), key=lambda row: row.rounds, default=None)
+        other = ""
+        if best is not None and best.outer and _settings(best.outer) != self._outer_settings:
+            other = f" With outer={in_python(best.outer)}, {best.rounds} rounds lost nothing."
         return (
             f"{self.schedule.kind}: {steps} steps are {rounds} rounds of sync_every={every}, after {warm_up} steps of "
-            f"warm-up; it needs at least {least} rounds, since with fewer the loss was above that of mt.Sync. Make "
-            f"sync_every at most {max(1, (steps - warm_up) // least)}, train for at least {warm_up + least * every} "
-            "steps, or use mt.LocalSGD"
+            f"warm-up; it needs at least {least} rounds, since with fewer the loss was above that of mt.Sync.{other} "
+            f"Make sync_every at most {max(1, (steps - warm_up) // least)}, train for at least "
+            f"{warm_up + least * every} steps, or use mt.Sync()"
         )
 
     def begin(self, world: World, adapter: Adapter) -> None:
@@ -246,12 +254,16 @@ class DiLoCo(LocalUpdates):
         Raises:
             ConfigError: a value is not allowed.
         """
-        super().__init__(sync_every, warm_up=warm_up, exchange=exchange, outer=outer or _nesterov())
+        super().__init__(sync_every, warm_up=warm_up, exchange=exchange, outer=outer or _nesterov(OF_THE_PAPER))
 
 
-def _nesterov() -> Optimizer:
-    """Return the outer optimizer of the papers."""
-    return SGD(0.7, momentum=0.9, nesterov=True)
+def _nesterov(outer: Sequence[float]) -> Optimizer:
+    rate, momentum = outer
+    return SGD(rate, momentum=momentum, nesterov=True)
+
+
+def _settings(outer: Sequence[float]) -> str:
+    return described(_nesterov(outer))
 
 
 class StreamingDiLoCo(LocalUpdates):
@@ -294,7 +306,7 @@ class StreamingDiLoCo(LocalUpdates):
             sync_every,
             warm_up=warm_up,
             exchange=exchange,
-            outer=outer or _nesterov(),
+            outer=outer or _nesterov(OF_THE_PAPER),
             fragments=fragments,
             delay=delay,
             alpha=alpha,

@@ -12,9 +12,12 @@ from functools import partial
 from typing import Any
 
 from mpitrain.adapters.adapter import Adapter
+from mpitrain.allreduce.costs import codecs_of_auto
 from mpitrain.arrays import is_device_array
 from mpitrain.compression import factory_of
 from mpitrain.errors import CheckpointError, ConfigError, everywhere
+from mpitrain.reducer.bucket import Parameter
+from mpitrain.reducer.by_network import codecs_by_network, compression_by_network
 from mpitrain.reducer.exchange import Exchange, make_exchange
 from mpitrain.reducer.means import Means
 from mpitrain.reducer.reducer import GradientReducer
@@ -87,7 +90,7 @@ class Sync(MeanStrategy):
         if self.virtual:
             check_virtual_ranks(world, self.virtual, has_own_exchange=exchange is not make_exchange)
             exchange, number = partial(make_exchange, reduction="exact"), self.virtual.number
-        codecs = self.codecs_for(world)
+        codecs = self.codecs_for(world, adapter.layout)
         if codecs and self.warm_up:
             raise everywhere(
                 ConfigError(
@@ -103,6 +106,8 @@ class Sync(MeanStrategy):
         else:
             if self.varies:
                 world.print(f"mpitrain: strategy auto trains as sync: {reason}")
+                if world.config.compression != "auto":
+                    exchange = partial(make_exchange, compression=codecs[0])
             self._make_reducer = partial(
                 GradientReducer, world, adapter.layout, on_device=on_device, virtual_ranks=number
             )
@@ -126,10 +131,13 @@ class Sync(MeanStrategy):
         """
         return VirtualPasses(self._world, adapter, data, self, self.virtual) if self.virtual else None
 
-    def codecs_for(self, world: World) -> Sequence[str]:
-        """The codecs from which one is chosen during training, beginning with the first. Empty: nothing is chosen."""
+    def codecs_for(self, world: World, parameters: Sequence[Parameter]) -> Sequence[str]:
+        """The codecs from which one is chosen during training, beginning with the first. Empty: nothing is chosen.
+
+        Collective. `parameters`: those of the model.
+        """
         chooses = world.config.compression == "auto" and self.exchange is make_exchange and self.virtual is None
-        return ["none", "bf16"] if chooses else []
+        return ["none", *codecs_of_auto()] if chooses else []
 
     def begin_step(self, weight: float | Sequence[float]) -> None:
         """See Strategy. With virtual ranks, `weight` has the samples of each of this rank's."""
@@ -231,29 +239,41 @@ class AutoSync(Sync):
 
     varies = True
 
-    def __init__(self, codecs: Sequence[str] = ()) -> None:
+    def __init__(self, codecs: Sequence[str] = (), *, network: str | None = None) -> None:
         """
         Args:
             codecs: names in mpitrain.compression.CODECS that may be chosen besides no codec. Default: as in the setting
                 `compression`: "none": no codec; "auto": bf16; the name of a codec: always that codec.
+            network: in place of `codecs`, the rate of each node's link, such as "1Gbit/s": the first steps take what
+                suits it, by the model and the number of nodes, and later ones what is faster. A codec that costs loss
+                is never taken; see mpitrain/reducer/by_network.py.
 
         Raises:
-            ConfigError: a name is not that of a codec.
+            ConfigError: a name is not that of a codec, or both arguments are given.
         """
         super().__init__()
         for name in codecs:
             factory_of(name)  # raises
-        self._given = tuple(codecs)
+        if codecs and network is not None:
+            raise ConfigError(
+                f"AutoSync: network={network} together with codecs={', '.join(codecs)}: both say what may be chosen. "
+                "Leave out one of the two"
+            )
+        self._given, self._network = tuple(codecs), network
 
-    def codecs_for(self, world: World) -> Sequence[str]:
+    def codecs_for(self, world: World, parameters: Sequence[Parameter]) -> Sequence[str]:
         """See Sync.
 
         Raises:
-            ConfigError: codecs were given, and the setting names one. Raised on every rank.
+            ConfigError: codecs or a network were given, and the setting names a codec; or the network is not a rate.
+                Raised on every rank.
         """
+        if self._network is not None:
+            first = compression_by_network(world, self._network, parameters)
+            return list(dict.fromkeys([first, "none", *codecs_by_network()]))
         if not self._given:
             setting = world.config.compression
-            return super().codecs_for(world) or [setting]
+            return super().codecs_for(world, parameters) or [setting]
         if world.config.compression not in ("none", "auto"):
             raise everywhere(
                 ConfigError(

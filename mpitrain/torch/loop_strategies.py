@@ -31,7 +31,7 @@ def check_strategy(world: World, strategy: object, options: Sequence[str], *, ha
     else:
         kind = "Sync" if strategy is None else type(strategy).__name__
     virtual = virtual_ranks_of(strategy)
-    coded = [name for name in options if name in ("compression", "algorithm")]
+    coded = [name for name in options if name in ("compression", "network", "algorithm")]
     given = [*options, *["weight"] * has_weight]
     world.agree("prepare a model", [f"strategy={kind}", f"options {', '.join(given) or 'none'}"])
     problem = ""
@@ -44,7 +44,12 @@ def check_strategy(world: World, strategy: object, options: Sequence[str], *, ha
     elif isinstance(strategy, AutoSync):
         problem = (
             "mt.AutoSync(): prepare() makes one exchange, and cannot change it while the loop trains. Use mt.Trainer "
-            "with mt.TorchModule, or name the codec in the argument compression"
+            "with mt.TorchModule, or name the codec in the argument compression, or the rate of the links in network"
+        )
+    elif "network" in options and len(coded) > 1:
+        problem = (
+            f"{' and '.join(coded)} together: network chooses the compression, which has its own algorithm. Give "
+            "network alone, or leave it out"
         )
     elif virtual and coded:
         problem = (

@@ -17,12 +17,13 @@ from mpitrain.adapters.torch_buffers import ModuleBuffers
 from mpitrain.adapters.torch_checks import check_plain
 from mpitrain.errors import ConfigError, DeviceError, everywhere
 from mpitrain.job.start import init
+from mpitrain.reducer.by_network import compression_by_network
 from mpitrain.reducer.exchange import Exchange, make_exchange
 from mpitrain.strategies import Strategy
 from mpitrain.strategies.local_updates import LocalUpdates
 from mpitrain.strategies.sync import Sync
 from mpitrain.torch.batch_weight import Weight, newest_weight, tell, weight_of
-from mpitrain.torch.gradients import Gradients
+from mpitrain.torch.gradients import Gradients, trained_of
 from mpitrain.torch.local_gradients import LocalGradients
 from mpitrain.torch.loop_buffers import BufferMeans
 from mpitrain.torch.loop_strategies import check_optimizer, check_strategy, virtual_ranks_of
@@ -49,6 +50,7 @@ def prepare(
     weight: Weight | None = None,
     form: Any = None,
     compression: str | None = None,
+    network: str | None = None,
     algorithm: str | None = None,
     bucket_bytes: int | None = None,
     threaded: bool | None = None,
@@ -91,9 +93,12 @@ def prepare(
             Default: the attribute `batch_form` of the data or its data set, if any.
         compression: how gradients are compressed between nodes: a name in mpitrain.compression.CODECS, "power_sgd",
             "auto" or "none". Default: the World's setting.
+        network: in place of `compression`, the rate of each node's link, such as "1Gbit/s": by it, the model and the
+            number of nodes, a codec that costs no loss is chosen, or none. Rank 0 prints which, why, and the loss that
+            was measured with it. On one node, nothing is compressed.
         algorithm: the allreduce algorithm, a name in mpitrain.allreduce.ALGORITHMS. Default: the World's setting.
-        bucket_bytes, threaded: as for GradientReducer. These and the two above are for Sync only: MPITRAIN_COMPRESSION
-            sets the compression of an outer step.
+        bucket_bytes, threaded: as for GradientReducer. These and the three above are for Sync only:
+            MPITRAIN_COMPRESSION sets the compression of an outer step.
 
     Raises:
         ConfigError: the model is a DistributedDataParallel, the optimizer takes several passes per step (LBFGS) or has
@@ -117,14 +122,17 @@ def prepare(
     """
     world = init()
     _check(world, model, optimizer)
-    of_sync = {"compression": compression, "algorithm": algorithm, "bucket_bytes": bucket_bytes, "threaded": threaded}
-    of_sync = {name: value for name, value in of_sync.items() if value is not None}
-    check_strategy(world, strategy, list(of_sync), has_weight=weight is not None)
+    of_sync: dict[str, object] = {"compression": compression, "network": network, "algorithm": algorithm}
+    of_sync |= {"bucket_bytes": bucket_bytes, "threaded": threaded}
+    given = [name for name, value in of_sync.items() if value is not None]
+    check_strategy(world, strategy, given, has_weight=weight is not None)
     if weight is not None and not callable(weight):
         weight = weight_of(world, weight)
     if isinstance(strategy, LocalUpdates):
         check_optimizer(world, model, optimizer)
     expect_steps()
+    if world.watch:
+        world.watch.trains("prepare", None)
     _sync(world, model)
     virtual = virtual_ranks_of(strategy)
     sharded = data if isinstance(data, ShardedData) else ShardedData(world, data, virtual, form)
@@ -145,6 +153,9 @@ def prepare(
     elif virtual:
         gradients = VirtualGradients(world, model, sharded, bucket_bytes=bucket_bytes, threaded=threaded)
     else:
+        trained = trained_of(world, model)
+        if network is not None:
+            compression = compression_by_network(world, network, trained.layout)
         exchange: Callable[[World], Exchange] = partial(make_exchange, algorithm=algorithm, compression=compression)
         if isinstance(strategy, Sync) and strategy.exchange is not make_exchange:
             exchange = strategy.exchange
@@ -156,6 +167,7 @@ def prepare(
             bucket_bytes=bucket_bytes,
             threaded=threaded,
             buffers=BufferMeans(world, ModuleBuffers(model)),
+            trained=trained,
         )
     if weight is not None:
         sharded.weight.default = weight

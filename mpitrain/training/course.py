@@ -128,6 +128,8 @@ class Course:
         self.is_running = True
         if trainer.last_step is None and not any(hook.ends_run for hook in trainer.hooks):
             raise ConfigError("nothing ends this run; add the hook StopAtStep(number)")
+        if trainer.world.watch:
+            trainer.world.watch.trains(type(trainer).__name__, trainer.last_step)
         if trainer.step_number == 0 and trainer.last_step and (doubt := trainer.strategy.doubt(trainer.last_step)):
             trainer.world.print(f"mpitrain: {doubt}")
         if trainer.served:

@@ -72,6 +72,8 @@ class StepWatch(Protocol):
 
     def called(self, operation: str, tree: Tree) -> None: ...
 
+    def trains(self, front: str, steps: int | None) -> None: ...
+
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class World:

@@ -121,8 +121,16 @@ def test_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain["step_seconds"] >= 0.032 + 0.020
     assert plain["wire_bytes"] == 2_000_000
     said = job.stdout.splitlines()
-    assert said[-1].startswith("With these 0.5 M parameters, 0.8 Gbit/s and 8 samples a step, 2 ranks are ")
-    assert plain["command"] in [line.removeprefix("2 ranks: ") for line in said] or "MPITRAIN_COMPRESSION" in said[-2]
+    (place,) = (
+        number for number, line in enumerate(said) if line.startswith("With these 0.5 M parameters, 0.8 Gbit/s")
+    )
+    assert " and 8 samples a step, 2 ranks are " in said[place]
+    commands = [line.removeprefix("2 ranks: ") for line in said[:place]]
+    assert plain["command"] in commands or "MPITRAIN_COMPRESSION" in commands[-1]
+    # The script makes a million steps with a Trainer, so what lost nothing in 3000 is offered.
+    assert said[-1].startswith("2 ranks: add MPITRAIN_COMPRESSION=int8 before the command: ") or (
+        said[-1].startswith("2 ranks: add mt.DiLoCo(") and " as the strategy of mt.Parts(): " in said[-1]
+    )
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     kept = last_word("plan", tmp_path / "train.py")
     assert kept is not None
@@ -192,6 +200,19 @@ def test_without_a_profile(planned: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "--hosts HOST1,HOST2 --ppn 1 train.py --milliseconds 4" in out
 
 
+def test_the_line_to_add(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is last, also in what the dashboard shows; --total-steps says how many steps will be made."""
+    words = ["plan", "--ranks", "1,2", "--link", "50Mbit/s", "--json", "plan.json"]
+    for steps, setting in (([], "bf16"), (["--total-steps", "100"], "bf16")):
+        assert main([*words, *steps, "train.py", "--milliseconds", "4"]) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith(f"2 ranks: add MPITRAIN_COMPRESSION={setting} before the command: ")
+        assert ("only for trainings of at least 60 steps (--total-steps)" in last) == (not steps)
+        assert json.loads((planned / "plan.json").read_text())["answers"][-1] == last
+        kept = last_word("plan", planned / "train.py")
+        assert kept is not None and kept.lines[-1] == last
+
+
 def test_on_machines_that_a_file_describes(
     planned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +240,12 @@ def test_a_prepared_loop(tmp_path: Path) -> None:
     assert not (tmp_path / "model.pt").exists()
     rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
     assert {row["wire_bytes"] for row in rows if row["codec"] == "none" and row["sync_every"] == 1} == {500_500 * 4}
+    # The loop does not say how many steps it makes.
+    last = job.stdout.splitlines()[-1]
+    assert "nothing to add" in last or "; only for trainings of at least " in last, job.output
+    assert next(row for row in rows if row["way"] == "DiLoCo(50)")["advice"] == (
+        "strategy mt.DiLoCo(sync_every=50, outer=mt.optim.SGD(1.0, momentum=0.8, nesterov=True)) in the script"
+    )
 
 
 VIEWS = """
@@ -265,7 +292,7 @@ def test_times_that_cannot_be_planned_with(tmp_path: Path, steps: list[float] | 
     path = tmp_path / "times.json"
     entry: dict[str, Any] = {
         "host": "here", "parameters": [["p", 4000]], "num_steps": len(steps or []), "is_fixed": False,
-        "memory_bytes": 1, "cores": 2.0, "busy_cores": 1.0, "sums": {}, "parts": [],
+        "memory_bytes": 1, "cores": 2.0, "busy_cores": 1.0, "sums": {}, "front": "", "total_steps": 0, "parts": [],
     }  # fmt: skip
     if steps:
         timed = [{"seconds": seconds, "ready": [0.0]} for seconds in steps]

@@ -34,6 +34,12 @@ def test_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_rounds_end_with_their_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    for steps, text in ((50, "60 rounds, 3 seeds)"), (40, "rounds of 40 steps: none of them is known to lose nothing")):
+        assert main([*QUICK, "--sync-every", str(steps)]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].endswith(text)
+
+
 def test_nothing_may_be_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--spread", "0.0", "--latency", "0"]) == 0
     assert capsys.readouterr().out.splitlines()[0].strip() == "1 a node, 0.936 Gbit/s, 0 us"

@@ -210,12 +210,19 @@ def test_a_longer_round_is_not_gone_on_from_by_a_shorter_one(world: World) -> No
     shorter.close()
 
 
+def few_rounds() -> SGD:
+    return SGD(1.0, momentum=0.8, nesterov=True)
+
+
 # A strategy, the steps of a training, and the least rounds; 0: no warning.
 ROUNDS: list[tuple[Callable[[], Strategy], int, int]] = [
-    (lambda: DiLoCo(2), 119, 60),
-    (lambda: DiLoCo(2), 120, 0),
-    (lambda: DiLoCo(2, warm_up=3), 122, 60),
-    (lambda: DiLoCo(2, warm_up=3), 123, 0),
+    (lambda: DiLoCo(2), 599, 300),
+    (lambda: DiLoCo(2), 600, 0),
+    (lambda: DiLoCo(2, outer=few_rounds()), 119, 60),
+    (lambda: DiLoCo(2, outer=few_rounds()), 120, 0),
+    (lambda: DiLoCo(2, outer=SGD(0.5)), 119, 60),  # of this one nothing is known
+    (lambda: DiLoCo(2, warm_up=3, outer=few_rounds()), 122, 60),
+    (lambda: DiLoCo(2, warm_up=3, outer=few_rounds()), 123, 0),
     (lambda: StreamingDiLoCo(3, fragments=2), 179, 60),
     (lambda: SparseLoCo(1, density=0.3), 3, 4),
     (lambda: SparseLoCo(1, density=0.3), 4, 0),
@@ -235,5 +242,8 @@ def test_a_training_with_too_few_rounds_is_warned_of_once(
     trainer.run()
     trainer.run()  # after step 0, it says no more
     trainer.close()
-    said = f"it needs at least {least} rounds, since with fewer the loss was above that of mt.Sync. "
-    assert capsys.readouterr().out.count(said) == (1 if least and world.is_root and world.size > 1 else 0)
+    said = f"it needs at least {least} rounds, since with fewer the loss was above that of mt.Sync."
+    out = capsys.readouterr().out
+    assert out.count(said) == (1 if least and world.is_root and world.size > 1 else 0)
+    if said in out and least == 300:
+        assert "With outer=mt.optim.SGD(1.0, momentum=0.8, nesterov=True), 60 rounds lost nothing. Make sync" in out

@@ -7,6 +7,7 @@ import gc
 import sys
 import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpitrain.torch
 from mpitrain import World
+from mpitrain.profile import DEFAULT
 from tests.ranks.common import skip_alone
 from tests.ranks.placements import placed
 
@@ -120,6 +122,27 @@ def test_compression_between_nodes(world: World, codec: str, tolerance: float, m
     monkeypatch.setattr(sys.modules["mpitrain.torch.prepare"], "init", lambda: there)
     data = batches(torch.float32)
     compare(world, mlp(torch.float32), lambda: data, tolerance=tolerance, compression=codec, bucket_bytes=100)
+
+
+def test_a_compression_for_the_rate_of_the_links(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """int8 between pretended nodes, which shows in the parameters, and nothing on one node."""
+    data = batches(torch.float32)
+    compare(world, mlp(torch.float32), lambda: data, tolerance=1e-5, network="100Mbit/s")
+    said = "mpitrain: network=100Mbit/s: no compression, because all ranks are on one node\n"
+    assert capsys.readouterr().out == (said if world.is_root else "")
+    skip_alone(world)
+    fast = replace(DEFAULT, codecs=(("bf16", 1e12), ("int8", 1e12)))
+    there = placed(world, "dealt out over 2 nodes").replaced(profile=fast)
+    monkeypatch.setattr(sys.modules["mpitrain.torch.prepare"], "init", lambda: there)
+    model, alone = compare(world, mlp(torch.float32), lambda: data, tolerance=0.05, network="100Mbit/s")
+    gaps = [(mine - other).abs().max() for mine, other in zip(model.parameters(), alone.parameters(), strict=True)]
+    assert max(gaps) > 1e-4
+    text = capsys.readouterr().out
+    assert (
+        text.count("mpitrain: network=100Mbit/s: compression int8, because 66 parameters on 2 nodes") == world.is_root
+    )
 
 
 def test_options_and_bfloat16(world: World) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mpitrain.torch
-from mpitrain import World
+from mpitrain import LocalSGD, Sync, World
 from mpitrain.errors import ConfigError, DataError, GradientError, MismatchError, NonFiniteError
 from mpitrain.job.failure import remark_on_part
 from tests.ranks.common import error_on_all, skip_alone
@@ -43,6 +43,19 @@ def test_models_and_optimizers_that_cannot_work(world: World) -> None:
         mpitrain.torch.accumulate(model)
     with pytest.raises(ConfigError, match="there is no compression 'zip'"):
         mpitrain.torch.prepare(model, sgd(model.parameters()), batches(), compression="zip")
+    for options, text in (
+        ({"network": "fast"}, "network: 'fast' is not a number with a unit, as in 1Gbit/s"),
+        ({"network": "1Gbit/s", "compression": "int8"}, "compression and network together: network chooses"),
+        ({"network": "1Gbit/s", "algorithm": "ring"}, "network and algorithm together: network chooses"),
+        ({"network": "1Gbit/s", "strategy": LocalSGD(2)}, "network together with LocalSGD"),
+        ({"network": "1Gbit/s", "strategy": Sync(virtual_ranks=8)}, "network together with virtual_ranks=8"),
+    ):
+        error = error_on_all(
+            world,
+            ConfigError,
+            lambda its=options: mpitrain.torch.prepare(model, sgd(model.parameters()), batches(), **its),
+        )
+        assert text in error
     prepared(model)
     with pytest.raises(ConfigError, match="this model was prepared before"):
         prepared(model)

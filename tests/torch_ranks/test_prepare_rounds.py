@@ -276,7 +276,7 @@ def test_every_strategy_trains_or_says_what_does(world: World, name: str) -> Non
         assert "the model has 2 buffers whose mean all ranks need" in text
     elif name == "auto":
         assert "mt.AutoSync(): prepare() makes one exchange, and cannot change it while the loop trains" in text
-        assert "Use mt.Trainer with mt.TorchModule, or name the codec in the argument compression" in text
+        assert "Use mt.Trainer with mt.TorchModule, or name the codec in the argument compression, or the rate" in text
     else:
         assert f"strategy={type(loop.strategy).__name__}: prepare() takes mt.Sync() and local updates" in text
         assert "use them with mt.Trainer and mt.TorchModule" in text
