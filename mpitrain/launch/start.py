@@ -294,7 +294,7 @@ def _supervise(
             if heritage is None:
                 estate = new_estate(asdict(request), request.script, from_file)
             else:
-                estate = {**heritage.estate, "launcher": launcher, "ended": ""}
+                estate = {**heritage.estate, "launcher": launcher, "ended": "", "waits": ""}
             name = f"{KEEPER_PREFIX}{secrets.token_hex(8)}"
             keepers = stack.enter_context(Keepers(agents, name, estate))
             if heritage is not None:
@@ -306,6 +306,8 @@ def _supervise(
         supervisor = stack.enter_context(
             Supervisor(state, run, keepers, widen=widen, check=check, prepare=prepare, listed=listed, code=time_up.code)
         )
+        time_up.stop_wait = supervisor.stop_wait
+        live.waits_for = lambda: supervisor.waits_for
         stack.enter_context(time_up)
         stack.enter_context(telling(live, orders, supervisor if keepers is not None else None))
         tries = stack.enter_context(Attempts(make, keepers, holders, live))

@@ -266,7 +266,10 @@ def test_ranks_that_sigterm_has_told(keepers: Keepers) -> None:
     assert Job(keepers, Limits(1), refuse, DONE).to_end() == 0
 
 
-def test_a_state_that_nobody_has(keepers: Keepers, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_state_that_nobody_has(
+    keepers: Keepers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mpitrain.launch.lost_wait.WAIT_SECONDS", 0.1)
     job = Job(keepers, Limits(1, 3), Ended(1, lost=("c",), records=killed(0, 7).records), killed(0, 0))
     assert job.to_end() == 1
     *_, last = capsys.readouterr().err.splitlines()
