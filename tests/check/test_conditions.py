@@ -18,7 +18,7 @@ SOURCES = {path.stem: path.read_text() for path in Path(mpitrain.launch.__path__
 # several hosts (conditions.refuse) name the condition of each line in the code.
 OF_A_HOST = {
     "foreign_files.refuse_foreign": "INVENTORY",
-    "attempts._refuse_absent": "DEVICES",
+    "job_here._refuse_absent": "DEVICES",
     "hosts._source_address": "ROUTES",
     "hosts._resolved": "NAMES",
     "hosts._refuse_same": "MACHINES",

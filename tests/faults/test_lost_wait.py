@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.failing import HERE
+from faults.failing import HERE, nightly
 from faults.test_saving import DIES, SAVES
 from faults.training import train
 from jobs import HANG_SECONDS, Job, run_command, until
@@ -96,13 +96,14 @@ def test_it_can_be_seen_and_told_to_stop(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "step-00000007").exists()
 
 
+@pytest.mark.nightly
 def test_the_time_is_nearly_over(tmp_path: Path) -> None:
     job, said = waits(tmp_path, lambda process, _: process.send_signal(signal.SIGUSR1))
     assert said.endswith("the job has ended after step 7, which is saved\n"), said
     assert job.code == EXIT_CODE, job.output
 
 
-@pytest.mark.parametrize("how", ["INT", "TERM", "kill"])
+@pytest.mark.parametrize("how", [*nightly("INT", "TERM"), "kill"])
 def test_it_ends_at_once(tmp_path: Path, how: str) -> None:
     def end(process: subprocess.Popen[str], job: str) -> None:
         if how == "kill":
