@@ -50,7 +50,7 @@ FIRST_LINKS = "\n".join(
 NOTEBOOK = ".ipynb"
 # iframe-worker 1.0.4 of npm, MIT license: it lets search work in pages from the disk.
 ASSETS = ("iframe-worker/index.js", "iframe-worker/LICENSE", "site.css")
-LANGUAGES = {".py": "python", ".yml": "yaml", ".json": "json", ".toml": "toml", ".md": "markdown", ".h": "cpp"}
+LANGUAGES = {".py": "python", ".yml": "yaml", ".json": "json", ".toml": "toml", ".h": "cpp"}
 LINK = re.compile(r'(?P<before>\]\(|\ssrc="|\shref=")(?P<target>[^)"\s#]+)(?P<anchor>#[^)"\s]*)?(?P<after>[)"])')
 
 
@@ -98,8 +98,8 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     if page.file.src_uri == "index.md":
         page.meta["hide"] = ["navigation"]
         markdown = markdown.replace("\n```", f"\n{FIRST_LINKS}\n\n```", 1)
-    if page.file.src_uri.startswith("source/"):  # below the pages that say how to use what is in it
-        page.meta["search"] = {"boost": 0.01}
+    if page.file.src_uri.startswith("source/"):  # a search finds the pages that say how to use it
+        page.meta["search"] = {"exclude": True}
     base = posixpath.dirname(source_of(page.file))
     pages = {source_of(file): file.src_uri for file in files}
 
