@@ -21,7 +21,7 @@ from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.successor import Successor
 from mpitrain.watching.rank_record import FAILED, RankRecord
 
-BOTH = Placement((Place("a", 0, 1), Place("b", 1, 1)), own="a")
+BOTH = Placement((Place("a", 0, 1), Place("b", 1, 1)), {"a": "10.0.0.1", "b": "10.0.0.2"}, "a")
 
 
 class Asking:
