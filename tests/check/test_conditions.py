@@ -45,7 +45,7 @@ OF_THE_REQUEST |= {"served", "serving", "start", "torchrun", "variables"}
 # The same of functions, in modules with conditions of a host.
 OTHERS = {f"launched.{name}" for name in ("check_vendor", "check_size", "_number")}
 OTHERS |= {f"hosts.{name}" for name in ("_given", "place_ranks", "placed_again", "widened", "read_hostfile")}
-OTHERS |= {"hosts.listed", "hosts.listed_hosts"}
+OTHERS |= {"hosts.listed", "hosts.listed_hosts", "watch.facts"}
 
 
 def raisers() -> set[str]:
