@@ -8,13 +8,11 @@ may fail before their first step; the attempt after that has nothing prepared, a
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch.dialects import JobSpec
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.holders import Holders
@@ -24,6 +22,7 @@ from mpitrain.launch.live import Live
 from mpitrain.launch.live_picture import add_printed, of_ranks
 from mpitrain.launch.log import KEPT
 from mpitrain.launch.over_hosts import JobOverHosts
+from mpitrain.launch.prepared_job import PreparedJob
 from mpitrain.launch.roster import served
 from mpitrain.launch.trouble import SILENCE_SECONDS
 from mpitrain.launch.watch import AttemptOnHosts
@@ -96,7 +95,8 @@ class Attempts:
 
     def __init__(
         self,
-        make: Callable[[ExitStack, JobSpec], JobHere | JobOverHosts],
+        make_here: Callable[[ExitStack, JobSpec], JobHere],
+        make_over_hosts: Callable[[ExitStack, JobSpec], JobOverHosts],
         keepers: Keepers | None,
         holders: Holders | None,
         live: Live,
@@ -104,16 +104,16 @@ class Attempts:
         """Nothing is started yet.
 
         Args:
-            make: returns a job before its start; what it opens is closed with the stack.
+            make_here: returns a job on this machine alone before its start; what it opens is closed with the stack.
+            make_over_hosts: the same, over several hosts.
             keepers: of the job; None: it is not started again.
             holders: of the warm interpreters that fork the ranks of later attempts; None: the job is not started again.
             live: lets others watch the job.
         """
-        self._make, self._keepers, self._holders, self._live = make, keepers, holders, live
-        self._stack = ExitStack()
-        self._next: JobOverHosts | None = None
-        self._thread: threading.Thread | None = None
-        self._has_begun = self._has_facts = self._has_ways = False
+        self._make_here, self._make_over_hosts = make_here, make_over_hosts
+        self._keepers, self._holders, self._live = keepers, holders, live
+        self._next: PreparedJob | None = None
+        self._has_begun = self._has_ways = False
 
     def __enter__(self) -> Attempts:
         return self
@@ -129,7 +129,8 @@ class Attempts:
         """
         with ExitStack() as stack:
             prepared = self._take(stack, job)
-            new = prepared or self._make(stack, job)
+            make = self._make_here if job.placement.is_here else self._make_over_hosts
+            new = prepared or make(stack, job)
             if prepared is None:
                 new.connect(self._keepers)
                 new.ask()
@@ -162,11 +163,10 @@ class Attempts:
 
     def forget(self) -> None:
         """Drop what is prepared."""
-        self._stack.close()
-        if self._thread is not None:
-            self._thread.join()  # whoever waits for facts of an attempt that has been left ends soon
-        self._next = self._thread = None
+        prepared, self._next = self._next, None
         self._has_begun = False
+        if prepared is not None:
+            prepared.close()
 
     def _look(self, present: JobHere | JobOverHosts) -> None:
         """Prepare the next attempt when the present one has made a step. On this machine alone, it starts at once."""
@@ -177,47 +177,28 @@ class Attempts:
             return
         if not any(record.step > record.first_step for record in present.attempt.records().values()):
             return
-        try:
-            made = self._make(self._stack, present.job)
-            assert not isinstance(made, JobHere)
-            self._next = made
-            made.connect(None, is_idle=True)
-        except (ConfigError, LaunchError, OSError):  # the next attempt will report it
+        self._next = PreparedJob(lambda stack: self._make_over_hosts(stack, present.job), is_idle=True)
+        if self._next.error is not None:  # the next attempt will report it
             self.forget()
-        else:
-            self._has_facts = self._has_ways = False
-            self._thread = threading.Thread(target=self._ask, args=(self._next,), name="next attempt", daemon=True)
-            self._thread.start()
-        self._has_begun = True
+        self._has_begun, self._has_ways = True, False
 
     def _open_ways(self) -> None:
         """When the agents of the next attempt have logged in, log in for its mpiexec."""
-        if self._next is None or self._has_ways or not self._has_facts:
+        prepared = self._next
+        if prepared is None or self._has_ways or not prepared.is_done() or prepared.error is not None:
             return
         self._has_ways = True
         with suppress(OSError):  # mpiexec logs in as always
-            self._next.open_ways()
-
-    def _ask(self, job: JobOverHosts) -> None:
-        try:
-            job.ask()
-            job.attempt.keep()
-        except Exception:  # whatever it is: the next attempt asks anew, and reports it
-            return
-        self._has_facts = True
+            prepared.job.open_ways()
 
     def _take(self, stack: ExitStack, job: JobSpec) -> JobOverHosts | None:
         """Return `job` with agents and facts, if they are prepared and fit; they are closed with `stack`."""
-        if job.placement.is_here:
-            self.forget()
-        taken = self._next
-        if taken is not None and self._thread is not None:
-            is_whole = job.placement.hosts == taken.job.placement.hosts
-            self._thread.join(_FACTS_SECONDS_OF_ALL if is_whole else _FACTS_SECONDS)
-            if not self._thread.is_alive() and self._has_facts and taken.becomes(job):
-                stack.enter_context(self._stack.pop_all())
-                self._next = self._thread = None
-        if self._next is not None:
-            taken = None
+        prepared, taken = self._next, None
+        if prepared is not None and not job.placement.is_here:
+            is_whole = job.placement.hosts == prepared.job.job.placement.hosts
+            is_done = prepared.is_done(_FACTS_SECONDS_OF_ALL if is_whole else _FACTS_SECONDS)
+            if is_done and prepared.error is None and prepared.job.becomes(job):
+                stack.enter_context(prepared.stack.pop_all())
+                taken = prepared.job
         self.forget()
         return taken

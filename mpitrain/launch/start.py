@@ -255,10 +255,8 @@ def _supervise(
         script, seconds = request.script, request.start_seconds
         return over_hosts.JobOverHosts(stack, agents, this_try, script, seconds, from_file, holders, orders)
 
-    def make(stack: ExitStack, this_try: JobSpec) -> job_here.JobHere | over_hosts.JobOverHosts:
-        if this_try.placement.is_here:
-            return job_here.JobHere(stack, agents, this_try, from_file, holders, orders)
-        return make_over_hosts(stack, this_try)
+    def make_here(stack: ExitStack, this_try: JobSpec) -> job_here.JobHere:
+        return job_here.JobHere(stack, agents, this_try, from_file, holders, orders)
 
     def prepare(where: Placement, cause: str) -> Successor | None:
         assert keepers is not None
@@ -310,7 +308,7 @@ def _supervise(
         live.waits_for = lambda: supervisor.waits_for
         stack.enter_context(time_up)
         stack.enter_context(telling(live, orders, supervisor if keepers is not None else None))
-        tries = stack.enter_context(Attempts(make, keepers, holders, live))
+        tries = stack.enter_context(Attempts(make_here, make_over_hosts, keepers, holders, live))
         return live.end(supervisor.to_end(away))
 
 
