@@ -3,11 +3,16 @@
     mpitrain run -n 2 benchmarks/pipeline.py bubble      # or -n 4: a stage a rank; computes by sleeping
     mpitrain run -n 2 benchmarks/pipeline.py memory      # activations that each rank keeps at most, in MiB
     mpitrain run -n 2 benchmarks/pipeline.py torch       # the same model and schedule, in turn
+    benchmarks/shaped_hosts 4 125mbit '$MPIEXEC .venv/bin/python benchmarks/pipeline.py links'  # a stage a host
 
 `bubble`: a layer for each stage, whose passes sleep: 10 ms forward, 20 ms backward, with activations of 64 KiB, so the
 time needs no core. A step should take (m + s - 1) x 30 ms for m micro-batches and s stages; printed is measured time
 divided by that. `torch`: 8 blocks (linear 512 x 512, GELU), 16 samples of 64 x 512 float32 numbers, 8 micro-batches,
 1F1B, SGD. Each round has 5 steps of one side and then 5 of the other; printed is the ratio of the rounds.
+`links`: the part of a step that a stage computes. It computes by sleeping, 25 ms forward and 50 ms backward for each
+micro-batch, whose activations are 512 KiB of float32. At 125 Mbit/s, what a stage sends to both sides takes 34 ms as
+bfloat16: 45 % of the time that it computes. So it is at 1 Gbit/s with Llama 2 7B on 4 GPUs that reach 36 TFLOP/s (2048
+tokens: 16 MiB to each side, 268 ms of 600 ms).
 """
 
 from __future__ import annotations
@@ -76,6 +81,50 @@ def bubble(world: mt.World) -> None:
                 f"{schedule}, {stages} stages, {num_micro} micro-batches: {seconds * 1e3:.1f} ms a step, "
                 f"{seconds / least:.3f} of {least * 1e3:.0f} ms"
             )
+
+
+class OfPiece(Sleeping):
+    """A piece of a stage, which sleeps for its part of the stage's time."""
+
+    def __init__(self, pieces: int) -> None:
+        self._forward, self._backward = 0.025 / pieces, 0.050 / pieces
+
+    def forward(self, parameters: Mapping[str, Any], inputs: Any) -> tuple[Any, Any]:
+        """See ArrayLayer."""
+        time.sleep(self._forward)
+        return inputs, None
+
+    def backward(self, parameters: Mapping[str, Any], kept: Any, gradient: Any) -> tuple[Any, dict[str, Any]]:
+        """See ArrayLayer."""
+        time.sleep(self._backward)
+        return gradient, {"w": numpy.zeros(4)}
+
+
+def links(world: mt.World, steps: int) -> None:
+    """Print the part of a step that a stage computes, and what the bubble of the schedule allows."""
+    stages = world.size
+    for schedule, pieces, activations, num_micro in (
+        ("1f1b", 1, "bf16", 64),
+        ("eager_1f1b", 1, None, 64),
+        ("eager_1f1b", 1, "bf16", 64),
+        ("eager_1f1b", 1, "bf16", 128),
+        ("interleaved", 2, "bf16", 32),
+        ("interleaved", 2, "bf16", 64),
+    ):
+        batch = numpy.ones((num_micro, 2**17), numpy.float32), numpy.zeros((num_micro, 1))
+        layers = [OfPiece(pieces) for _ in range(stages * pieces)]
+        adapter = mt.ArrayLayers(layers, lambda output, _: (0.0, output), mt.optim.SGD(0.1))
+        of_pieces = {"pieces": pieces} if pieces > 1 else {}
+        strategy = mt.Pipeline(stages, schedule, num_micro, activations=activations, **of_pieces)
+        strategy.begin(world, adapter)
+        seconds = trained(strategy, adapter, world, batch, steps)
+        strategy.close()
+        computes, waits = num_micro * 0.075, (stages - 1) / pieces * 0.075
+        world.print(
+            f"{schedule}, {pieces} pieces a stage, {activations or 'float32'}, {num_micro} micro-batches: "
+            f"{seconds:.2f} s a step, {computes / seconds:.1%} computed (bubble alone: "
+            f"{computes / (computes + waits):.1%})"
+        )
 
 
 class Kept(Sleeping):
@@ -190,13 +239,15 @@ def _store(world: mt.World) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["bubble", "memory", "torch"])
+    parser.add_argument("what", choices=["bubble", "memory", "torch", "links"])
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     world = mt.init()
     world.print(f"{versions_line()}; load {os.getloadavg()[0]:.1f}")
     if arguments.what == "torch":
         against_torch(world, arguments.rounds)
+    elif arguments.what == "links":
+        links(world, arguments.rounds)
     else:
         {"bubble": bubble, "memory": memory}[arguments.what](world)
 

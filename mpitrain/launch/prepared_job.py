@@ -63,4 +63,4 @@ class PreparedJob:
     def close(self) -> None:
         """Drop it."""
         self.stack.close()
-        self.is_done(threading.TIMEOUT_MAX)  # who waits for facts of an attempt that has been left ends soon
+        self.is_done(threading.TIMEOUT_MAX)  # a wait for facts ends soon after its attempt has been left

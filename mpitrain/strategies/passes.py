@@ -1,25 +1,33 @@
 """The work of one rank of a pipeline in a step: its passes, in the schedule's order, and the messages between them.
 
-    gpipe, 4 micro-batches, stage 1 of 2      F0 F1 F2 F3 B0 B1 B2 B3
-    1f1b, 4 micro-batches, stage 0 of 2       F0 F1 B0 F2 B1 F3 B2 B3
+    gpipe, 4 micro-batches, stage 1 of 2        F0 F1 F2 F3 B0 B1 B2 B3
+    1f1b, 4 micro-batches, stage 0 of 2         F0 F1 B0 F2 B1 F3 B2 B3
+    eager_1f1b, 4 micro-batches, stage 0 of 2   F0 F1 F2 B0 F3 B1 B2 B3
 
-Both take (m + s - 1) times the time of a micro-batch, for m micro-batches and s stages. GPipe keeps the activations of
-m micro-batches, 1F1B those of at most s. With `interleaved`, each rank has several pieces of the model, and waits less.
+Each takes (m + s - 1) times the time of a micro-batch, for m micro-batches and s stages, if messages take no time.
+GPipe keeps the activations of m micro-batches, 1F1B those of at most s, and eager 1F1B those of at most 2 s - 1. In
+1F1B, the stage before the last has two micro-batches under way, so in the time of two it waits for two messages. In
+eager 1F1B it has three, and computes the third in that time. With `interleaved`, each rank has several pieces of the
+model, and waits less.
 
 Messages are activations and their gradients: arrays, without pickle. A message gives dtype and shape before the values,
-because micro-batches may have different numbers of samples. A send does not wait. No MPI library moves a large message
-while its sender computes, so a thread calls MPI during the computation.
+because micro-batches may have different numbers of samples. A send does not wait. Between nodes, the next arrays of a
+rank arrive while it computes. No MPI library moves a large message while its ranks compute, so a thread calls MPI
+during the computation.
 
 Sources: Huang et al., GPipe, arXiv:1811.06965; Harlap et al., PipeDream, SOSP 2019 (1F1B); Narayanan et al., Efficient
 Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, arXiv:2104.04473, section 2.2 (1F1B with a flush,
-and interleaved).
+and interleaved); Zhuang et al., On Optimizing the Communication of Model Parallelism, MLSys 2023, arXiv:2211.05322,
+section 4 (eager 1F1B).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
@@ -45,6 +53,23 @@ _MOST_DIMENSIONS = _HEADER - 3
 # Shorter messages are sent at once, in any call of MPI (the libraries' limits are 4 to 64 KiB).
 _LONG_BYTES = 4096
 _NAP_SECONDS = 300e-6
+# How many of the next arrays may arrive while a rank computes. With two, a forward and a backward pass have theirs in
+# time; the others are for messages that arrive in another order.
+_AHEAD = 4
+
+
+class _Arrival:
+    """An array that this rank will receive.
+
+    Attributes:
+        is_here: all of it has arrived.
+    """
+
+    def __init__(self, source: int, tag: int) -> None:
+        self.place = self.source, self.tag = source, tag
+        self.content: numpy.ndarray = numpy.empty(0, numpy.uint8)
+        self.request: MPI.Request | None = None
+        self.is_here = False
 
 
 class Activations:
@@ -59,6 +84,9 @@ class Activations:
         self._world, self._narrow = world, narrow
         self.apart = world.apart()
         self._sent: list[tuple[MPI.Request, numpy.ndarray]] = []
+        self._coming: deque[_Arrival] = deque()
+        # Within a node, to receive is to copy with a core that computes.
+        self._is_ahead = world.num_nodes > 1
         self._driver = make_driver(world, self._progress, allows_threads())
 
     def send(self, array: Array, to: int, tag: int) -> None:
@@ -86,31 +114,50 @@ class Activations:
         count_moved()
         self._resume()
 
-    def receive(self, source: int, tag: int) -> numpy.ndarray:
-        """Wait for the next array from a rank with this tag: a new CPU array, in the dtype that was sent."""
-        from mpi4py import MPI
+    def expect(self, places: Iterable[tuple[int, int]]) -> None:
+        """Begin a step with the arrays that this rank will receive, in order, each by its source and tag."""
+        self._coming = deque(_Arrival(*place) for place in places)
 
-        control, status = self._world.control, MPI.Status()
-        message: MPI.Message | None = None
+    def receive(self, source: int, tag: int) -> numpy.ndarray:
+        """Wait for the next expected array, which is from this rank with this tag.
+
+        Return a new CPU array in the dtype that was sent.
+        """
+        next_one = self._coming[0]
+        assert next_one.place == (source, tag), f"expected are {next_one.place}, not {(source, tag)}"
         self._pause()
 
         def arrived() -> bool:
-            nonlocal message
-            message = self.apart.comm.Improbe(source, tag, status)
-            return message is not None
+            self._take_in()
+            return next_one.is_here
 
-        doing = f"activations from {self._world.name(source)}"
-        control.wait(until(arrived, patient_naps()), doing, (source,))
-        assert message is not None
-        content = numpy.empty(status.Get_count(MPI.BYTE), numpy.uint8)
-        request = message.Irecv(content)
-        control.wait(until(request.Test), doing, (source,))
+        self._world.control.wait(
+            until(arrived, patient_naps()), f"activations from {self._world.name(source)}", (source,)
+        )
+        content = self._coming.popleft().content
         count_moved()
         self._resume()
         kind, is_narrow, ndim = content[: 8 * _HEADER].view(numpy.int64)[:3].tolist()
         shape = content[24 : 24 + 8 * ndim].view(numpy.int64).tolist()
         values: numpy.ndarray = content[8 * _HEADER :].view(BFLOAT16 if is_narrow else FLOATS[kind]).reshape(shape)
         return values.astype(FLOATS[kind], copy=False)
+
+    def _take_in(self) -> bool:
+        """Continue to receive the next arrays. Return whether they are here."""
+        from mpi4py import MPI
+
+        status, later = MPI.Status(), set()
+        for one in islice(self._coming, _AHEAD):
+            if one.request is None and one.place not in later:
+                message = self.apart.comm.Improbe(one.source, one.tag, status)
+                if message is None:
+                    later.add(one.place)  # those of one place stay in order
+                else:
+                    one.content = numpy.empty(status.Get_count(MPI.BYTE), numpy.uint8)
+                    one.request = message.Irecv(one.content)
+            if one.request is not None and not one.is_here:
+                one.is_here = one.request.Test()
+        return all(one.is_here for one in islice(self._coming, _AHEAD))
 
     def finish(self) -> None:
         """Wait until everything has been sent."""
@@ -132,18 +179,20 @@ class Activations:
 
     def _progress(self) -> float | None:
         """Called by the thread, while this rank computes."""
-        return None if self._is_empty() else _NAP_SECONDS
+        is_here = not self._is_ahead or self._take_in()
+        return None if self._is_empty() and is_here else _NAP_SECONDS
 
     def _pause(self) -> None:
         if self._driver:
             self._driver.stop()
 
     def _resume(self) -> None:
-        if self._driver and any(message.nbytes > _LONG_BYTES for _, message in self._sent):
+        is_long = any(message.nbytes > _LONG_BYTES for _, message in self._sent)
+        if self._driver and (is_long or (self._is_ahead and self._coming)):
             self._driver.start()
 
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved")
+SCHEDULES = ("1f1b", "eager_1f1b", "gpipe", "interleaved")
 
 
 class Pass(NamedTuple):
@@ -169,6 +218,8 @@ def order(schedule: str, stage: int, num_stages: int, num_pieces: int, num_micro
         num_first = count
     elif schedule == "1f1b":
         num_first = num_stages - stage - 1
+    elif schedule == "eager_1f1b":
+        num_first = 2 * (num_stages - stage - 1)
     else:
         num_first = 2 * (num_stages - stage - 1) + (num_pieces - 1) * num_stages
     num_first = min(num_first, count)
@@ -254,6 +305,8 @@ class StagePasses:
         parts = [part_of(count, micro, self._num_micro) for micro in range(self._num_micro)]
         passes = [one for one in self._order if parts[one.micro].start != parts[one.micro].stop]
         last = {one.piece: one for one in passes if not one.is_forward}
+        if self._activations:
+            self._activations.expect(place for place in map(self._source, passes) if place is not None)
         for one in passes:
             if one.is_forward:
                 loss += self._forward(one, inputs, targets, parts[one.micro], count)
@@ -263,10 +316,20 @@ class StagePasses:
             self._activations.finish()
         return loss
 
+    def _source(self, one: Pass) -> tuple[int, int] | None:
+        """From whom, and with which tag, the array comes that this pass needs. None: it needs none."""
+        place = self._place
+        number = one.piece * place.num_stages + place.stage  # the number of the piece, in the order of the model
+        if one.is_forward:
+            return (place.neighbour(-1), 2 * number) if number else None
+        is_last = number == place.num_pieces * place.num_stages - 1
+        return None if is_last else (place.neighbour(1), 2 * number + 1)
+
     def _forward(self, one: Pass, inputs: Array, targets: Tree, part: slice, count: int) -> float:
         place, piece = self._place, self.pieces[one.piece]
-        number = one.piece * place.num_stages + place.stage  # the number of the piece, in the order of the model
-        here = inputs[part] if number == 0 else self._messages.receive(place.neighbour(-1), 2 * number)
+        number = one.piece * place.num_stages + place.stage
+        source = self._source(one)
+        here = inputs[part] if source is None else self._messages.receive(*source)
         if number == place.num_pieces * place.num_stages - 1:
             share: float = (part.stop - part.start) / count
             loss = piece.loss(one.micro, here, _cut(targets, part), share)
@@ -281,7 +344,8 @@ class StagePasses:
         place, piece = self._place, self.pieces[one.piece]
         last = place.num_pieces * place.num_stages - 1
         number = one.piece * place.num_stages + place.stage
-        given = None if number == last else self._messages.receive(place.neighbour(1), 2 * number + 1)
+        source = self._source(one)
+        given = None if source is None else self._messages.receive(*source)
         gradient = piece.backward(one.micro, given, is_last=is_last)
         if number:
             assert gradient is not None, f"piece {number} gives no gradient of its inputs"

@@ -110,7 +110,8 @@ class Pipeline(MeanStrategy):
                 "auto": `begin` measures each layer on every rank, and cuts the model so that the slowest stage takes
                 the least time. That takes about as long as 5 passes of `sample` through the whole model. A resumed run
                 measures again, and may cut elsewhere.
-            schedule: "1f1b", "gpipe" or "interleaved".
+            schedule: "1f1b", "eager_1f1b", "gpipe" or "interleaved". Between nodes, eager 1F1B hides messages for which
+                1F1B waits, and keeps the activations of up to twice as many micro-batches.
             micro_batches: the number of parts into which each pipeline's part of a batch is divided. If that has fewer
                 samples, each sample is a part.
             num_stages: only with stages="auto": the number of stages. Default: as many as there are ranks.

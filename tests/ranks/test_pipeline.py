@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,11 @@ from mpitrain import Checkpoint, Pipeline, StopAtStep, Sync, Trainer, World
 from mpitrain.adapters import array_layers, staged
 from mpitrain.errors import ConfigError, DataError, MpitrainError
 from mpitrain.job.worlds import make_world
+from mpitrain.strategies.passes import Activations
 
 from .common import error_on_all, skip_alone
 from .layered import LAYERS, WIDTHS, Dense, builder, layered, plain, samples
+from .placements import placed
 from .trainings import Record, ran
 
 COUNT, BATCH = 45, 14  # the last batch of an epoch has 3 samples
@@ -29,7 +32,9 @@ def ways(world: World) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for stages in divisors:
         found += [
-            {"stages": stages, "schedule": name, "micro_batches": m} for name in ("1f1b", "gpipe") for m in (1, 5)
+            {"stages": stages, "schedule": name, "micro_batches": m}
+            for name in ("1f1b", "eager_1f1b", "gpipe")
+            for m in (1, 5)
         ]
         if 2 <= stages <= 3:
             found.append({"stages": stages, "schedule": "interleaved", "micro_batches": 2 * stages})
@@ -41,12 +46,17 @@ def everything(trainer: Trainer) -> dict[str, Any]:
     return trainer.state()["adapter"]
 
 
-def test_it_is_training_in_one_process(world: World) -> None:
-    """With clipping in every step, momentum, batches that nothing divides, and fewer samples than micro-batches."""
+@pytest.mark.parametrize("hosts", ["as they are", "alone on each node"])
+def test_it_is_training_in_one_process(world: World, hosts: str) -> None:
+    """With clipping in every step, momentum, batches that nothing divides, and fewer samples than micro-batches.
+
+    Between nodes, arrays arrive while a rank computes.
+    """
     expected, losses = plain(COUNT, BATCH, 9)
+    there = world if hosts == "as they are" else placed(world, hosts)
     for way in ways(world):
         record = Record()
-        trainer = ran(builder(COUNT, BATCH, partial(Pipeline, **way)), [StopAtStep(9), record])
+        trainer = ran(builder(COUNT, BATCH, partial(Pipeline, **way)), [StopAtStep(9), record], there)
         assert [step.loss for step in record.steps] == pytest.approx(losses, rel=1e-13), way
         assert [step.samples for step in record.steps] == [14, 14, 14, 3] * 2 + [14]
         found = everything(trainer)["parameters"]
@@ -178,11 +188,17 @@ def test_only_the_own_layers_are_there(world: World) -> None:
     strategy.close()
 
 
-@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", False), ("gpipe", False), ("1f1b", True)])
+KEPT = [("1f1b", False), ("eager_1f1b", False), ("gpipe", False), ("1f1b", True)]
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), KEPT)
 def test_how_many_activations_are_kept(
     world: World, monkeypatch: pytest.MonkeyPatch, schedule: str, *, recompute: bool
 ) -> None:
-    """1F1B keeps those of num_stages - stage micro-batches, GPipe those of all; recomputed ones are inputs only."""
+    """1F1B keeps those of num_stages - stage micro-batches, GPipe those of all; recomputed ones are inputs only.
+
+    Eager 1F1B keeps those of one fewer than twice as many as 1F1B.
+    """
     if world.size > 6:
         pytest.skip("there are 6 layers")
     most, kept_bytes = 0, 0
@@ -200,9 +216,43 @@ def test_how_many_activations_are_kept(
     monkeypatch.setattr(array_layers._ArrayPiece, "forward", counted)
     strategy = partial(Pipeline, world.size, schedule, 8, recompute=recompute)
     trainer = ran(builder(32, 16, strategy), [StopAtStep(2)])
-    assert most == (8 if schedule == "gpipe" else world.size - world.rank)
+    after = world.size - world.rank - 1
+    assert most == {"gpipe": 8, "1f1b": after + 1, "eager_1f1b": min(2 * after + 1, 8)}[schedule]
     assert kept_bytes > 0
     trainer.close()
+
+
+class Late:
+    """A communicator to which every message seems to come late: each first look does not find it."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self._looks = comm, 0
+
+    def Improbe(self, *arguments: Any) -> Any:  # noqa: N802
+        self._looks += 1
+        return None if self._looks % 2 else self._comm.Improbe(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+
+def test_arrays_of_one_tag_arrive_in_order(world: World) -> None:
+    """The second of two that are expected is not taken for the first, which came in between two looks."""
+    skip_alone(world)
+    there = placed(world, "alone on each node")
+    activations = Activations(there, narrow=False)
+    own = activations.apart
+    activations.apart = own.replaced(comm=Late(own.comm))
+    before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    activations.expect([(before, 0)] * 6)
+    for number in range(6):
+        activations.send(numpy.full((2, 3000), number + world.rank / 100), after, 0)
+    time.sleep(0.05)
+    for number in range(6):
+        assert (activations.receive(before, 0) == number + before / 100).all()
+    activations.finish()
+    activations.apart = own
+    activations.close()
 
 
 def test_activations_are_recomputed_exactly_and_rounded_to_bf16(world: World) -> None:

@@ -46,7 +46,7 @@ INTERLEAVED = {"stages": "auto", "sample": 0, "schedule": "interleaved"}
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"schedule": "2f2b"}, "schedule='2f2b'; allowed: 1f1b, gpipe, interleaved"),
+        ({"schedule": "2f2b"}, "schedule='2f2b'; allowed: 1f1b, eager_1f1b, gpipe, interleaved"),
         ({"activations": "fp16"}, "activations='fp16'; allowed: None, 'bf16'"),
         ({"micro_batches": 0}, "micro_batches=0; allowed: 1 or more"),
         ({"stages": 2, "schedule": "interleaved", "micro_batches": 3}, "micro_batches=3; allowed: a multiple of the 2"),
