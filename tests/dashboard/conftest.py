@@ -1,13 +1,14 @@
-"""A browser, where there is one."""
+"""A dashboard that serves the records of a test file, and a browser, where there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serving import chromium
+from serving import Dashboard, chromium, dashboard
 
 # Nothing of the browser's own goes to the network. The sandbox needs namespaces that a container may not have.
 _FLAGS = [
@@ -32,3 +33,12 @@ def browser() -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=chromium(), args=_FLAGS)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+    """A dashboard that has found all records of the test file's fixture `folder`."""
+    with dashboard(tmp_path_factory.mktemp("cache"), str(folder)) as made:
+        found = len(list(folder.glob("*/metrics.jsonl")))
+        made.wait_for("/api/runs", lambda answer: len(made.records(answer)) == found)
+        yield made

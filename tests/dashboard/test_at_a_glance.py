@@ -13,7 +13,7 @@ from visiting import Visit, assert_fits
 
 from jobs import until
 from mpitrain.dashboard.record_reader import run_id
-from serving import Dashboard, dashboard
+from serving import Dashboard
 
 TOLD = "the learning rate is multiplied by 0.5, so by 0.5 in all"
 
@@ -27,13 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     told = [*rows_made(1, 3000), {"step": 3001, "loss": "NaN", "events": [event]}]
     make_record(folder / "told", told, steps=1_000_000, checkpoints=[str(folder / "none")])
     return folder
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
-    with dashboard(tmp_path_factory.mktemp("cache"), str(folder)) as made:
-        made.wait_for("/api/runs", lambda answer: len(made.records(answer)) == 2)
-        yield made
 
 
 @pytest.fixture(params=[1400, 400])

@@ -35,13 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
-    with dashboard(tmp_path_factory.mktemp("cache"), str(folder)) as made:
-        made.wait_for("/api/runs", lambda answer: len(made.records(answer)) == 7)
-        yield made
-
-
 @pytest.fixture
 def visit(browser: Any, served: Dashboard) -> Iterator[Visit]:
     made = Visit(browser, served)

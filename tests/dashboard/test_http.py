@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,13 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "odd").mkdir()
     (folder / "odd/metrics.jsonl").write_text('{"step": 1, "loss": "NaN"}\nhello\n')
     return folder
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
-    with dashboard(tmp_path_factory.mktemp("cache"), str(folder)) as made:
-        made.wait_for("/api/runs", lambda answer: len(made.records(answer)) == 3)
-        yield made
 
 
 def test_the_list(served: Dashboard) -> None:
