@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -100,6 +101,11 @@ def environment(record: BedRecord, environ: Mapping[str, str]) -> dict[str, str]
         if not name.startswith("PIP_") and name.lower() not in _NO_WAY_OUT
     }
     wheels = f"http://{record.controller}:{REPOSITORY_PORT}/wheels/"
+    # The wheel of the checkout is built with this Python's hatchling, if it has one. Otherwise pip first makes an
+    # environment for it, which takes three times as long as the rest. pip reads this variable the wrong way round: 0
+    # means "no isolation".
+    if importlib.util.find_spec("hatchling") is not None:
+        kept["PIP_NO_BUILD_ISOLATION"] = "0"
     return kept | {
         # Programs beside this Python, such as ansible-playbook, are found even under sudo.
         "PATH": f"{Path(sys.executable).parent}:{environ.get('PATH', os.defpath)}",

@@ -3,140 +3,241 @@
  *
  *     nfs_mount SERVER EXPORT FOLDER PATIENCE_MS FLAGS
  *
- * PATIENCE_MS: after so long without an answer a call fails; 0: never, as with the mount option "hard".
+ * PATIENCE_MS: after so long without an answer a call fails with EIO; 0: never, as with the mount option "hard".
  * FLAGS: what the kernel is told of the mount, such as "ro,nosuid".
  *
- * libnfs's contexts are not made for several threads, so one thread makes all calls, one after the other, each with the
- * uid and gid of the process that caused it; the server decides. Of a process's further groups the server learns
- * nothing. FUSE's threads hand calls in and wait. A process that is killed while its server does not answer goes at
- * once, as with the kernel's client: its call is abandoned, and freed when it comes back.
+ * One loop takes what FUSE's kernel side asks, and makes one call of NFS of it, as a rule. Any number of calls wait for
+ * the server side by side. When the connection is lost, libnfs sends them again on the next one. Each has the uid and
+ * gid of the process that caused it, or of the one that opened the file; the server decides. Of a process's further
+ * groups the server learns nothing. A process that is killed while its server does not answer goes at once, as with the
+ * kernel's client: its call is abandoned, and forgotten when it comes back.
  *
- * Attributes and names are kept for KEPT_SECONDS, attributes no longer than to the next open; data until the file is opened
- * again and has changed: about what the kernel's client does. Locks hold on this machine only. NFS 3, since opening a file with NFS 4
- * fails in libnfs 4.0 (ERANGE).
+ * What the kernel is told, it keeps as long as its own client would, by the defaults of nfs(5): attributes and names of
+ * files 3 s, of folders 30 s, twice as long each time they have not changed, up to 60 s. Names that are not there are
+ * not kept, as with lookupcache=positive. A file is looked up again whenever it is opened. If it has changed, the
+ * kernel is told to ask for its attributes before it uses what it knows. If another is there in its place, the answer
+ * is ESTALE, upon which the kernel looks up all of the path anew and opens what is there. Data are kept until the
+ * attributes change. Locks hold on this machine only. NFS 3, since opening a file with NFS 4 fails in libnfs 4.0.
  */
-#define FUSE_USE_VERSION 31
+#define FUSE_USE_VERSION 312
 #include <errno.h>
 #include <fcntl.h>
-#include <fuse.h>
+#include <fuse_lowlevel.h>
+#include <netinet/tcp.h>
 #include <nfsc/libnfs.h>
-#include <pthread.h>
+#include <nfsc/libnfs-raw.h>
+#include <nfsc/libnfs-raw-nfs.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
+#include <sys/socket.h>
 #include <sys/statvfs.h>
-#include <sys/time.h>
 #include <time.h>
 
 /* Fixed, so that the port mapper need not be asked and a firewall can know it. */
 enum { MOUNT_PORT = 20048, NFS_PORT = 2049 };
-/* How often a waiting process is asked whether it has been killed. */
-enum { LOOK_NS = 20 * 1000 * 1000 };
-/* The least that the kernel's client keeps attributes of a file (acregmin); those of a folder, it keeps for 30 s. */
-enum { KEPT_SECONDS = 3 };
+/* How often a process that had a signal is asked whether it was killed, and others whether their patience is over. */
+enum { LOOK_MS = 20 };
+enum { RETRY_MS = 200 }; /* between two attempts to connect */
+/* A server that has lost its power says nothing. TCP would wait for many minutes; after so long it connects anew. */
+enum { UNHEARD_MS = 15000, IDLE_SECONDS = 5 };
+/* A name that a thread has looked up so short ago is not looked up again when it opens it: one call did both. */
+enum { SAME_CALL_US = 1000 };
+enum { KEPT_FILE_SECONDS = 3, KEPT_FOLDER_SECONDS = 30, KEPT_MOST_SECONDS = 60 };
+enum { MOST_DATA = 1 << 20 /* bytes of a file in one call */, TABLE_SIZE = 1 << 16 };
 
-/* A call of libnfs, with copies of all that it needs: who asked for it may be gone when it is made. */
+/* libnfs 4.0 has these, and does not declare them. */
+struct nfs_fh { int len; char *val; };
+const struct nfs_fh *nfs_get_rootfh(struct nfs_context *nfs);
+
+struct handle {
+    uint32_t size;
+    char bytes[NFS3_FHSIZE];
+};
+
+/* What FUSE calls an inode, and NFS a handle: a file of which the kernel knows. */
+struct node {
+    struct handle handle;
+    struct node *next;      /* in its chain of the table */
+    uint64_t lookups;       /* how often the kernel was told of it and has not forgotten it */
+    uint32_t calls;         /* in flight */
+    struct stat attributes; /* as the kernel was told */
+    int64_t told_us;
+    int kept_seconds;
+    struct handle folder; /* where it was found last */
+    char *name;
+    pid_t finder;
+    pid_t sent_back; /* who had to look it up again when he opened it last */
+    /* The last answer about what a user may do with it, for as long as its attributes stay. */
+    bool has_access;
+    uid_t access_uid;
+    gid_t access_gid;
+    uint32_t access;
+};
+
+/* All of a folder as FUSE wants it, read when a process begins to read it. An entry has the offset of the next. */
+struct listing {
+    char *data;
+    size_t size;
+};
+
+struct call;
+typedef void step_t(struct call *call, const void *reply);
+
 struct call {
-    int (*make)(struct call *);
-    pid_t pid; /* the process that caused it */
+    fuse_req_t request; /* NULL: the process was killed, or its patience is over; nobody waits */
+    pid_t pid;
     uid_t uid;
     gid_t gid;
-    char *path, *other_path;
-    char *data; /* read, written, or the names of a folder, one after the other */
+    int64_t begun_us;
+    bool is_interrupted;
+    struct node *node;
+    step_t *step; /* what to do with the reply; NULL while that is done, unless the call goes to the server again */
+    struct fuse_file_info file;
+    bool makes_open_file;
+    struct handle target;
+    char *name;
     size_t size;
-    off_t offset;
-    int number; /* flags, mode */
-    uid_t new_uid;
-    gid_t new_gid;
-    struct timespec times[2];
-    struct nfsfh *file;
-    struct nfs_stat_64 attributes;
-    struct statvfs volume;
-    int result;
-    bool opens; /* a file, to be closed again if nobody waits for it any more */
-    bool done, abandoned;
+    struct listing listing;
     struct call *next;
 };
 
-static struct nfs_context *nfs;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t handed_in = PTHREAD_COND_INITIALIZER;
-static pthread_cond_t came_back = PTHREAD_COND_INITIALIZER;
-static struct call *first, **last = &first;
+static struct rpc_context *rpc;
+static struct fuse_session *session;
+static int64_t patience_us;
+static struct node root;
+static struct node *table[TABLE_SIZE];
+static struct call *calls;
 
-/*
- * What the kernel knows of files. FUSE's kernel side would go by it when a file is opened: one that another node has
- * replaced within the last second would be read up to its old length. Two paths may share a place, of which one is then
- * asked for once more.
- */
-enum { PLACES = 1 << 18 };
-static struct known {
-    uint64_t path, inode, size, mtime, mtime_ns;
-} known[PLACES];
-
-static void free_call(struct call *call)
+static int64_t now_us(void)
 {
-    free(call->path);
-    free(call->other_path);
-    free(call->data);
-    free(call);
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000LL + now.tv_nsec / 1000;
 }
 
-/* A new call in the name of the process that FUSE is serving; NULL if there is no memory for it. */
-static struct call *new_call(int (*make)(struct call *), const char *path)
+/* A failed allocation ends the mount: nobody could be told of it. */
+static void *checked(void *memory)
 {
-    const struct fuse_context *context = fuse_get_context();
-    struct call *call = calloc(1, sizeof *call);
-    if (call == NULL)
-        return NULL;
-    call->make = make;
-    call->pid = context->pid;
-    call->uid = context->uid;
-    call->gid = context->gid;
-    if (path != NULL && (call->path = strdup(path)) == NULL) {
-        free(call);
-        return NULL;
+    if (memory == NULL)
+        abort();
+    return memory;
+}
+
+/* Files. */
+
+static struct node **place_of(const struct handle *handle)
+{
+    uint64_t hash = 14695981039346656037u; /* FNV-1a */
+    for (uint32_t i = 0; i < handle->size; i++)
+        hash = (hash ^ (unsigned char)handle->bytes[i]) * 1099511628211u;
+    struct node **place = &table[(hash ^ hash >> 32) % TABLE_SIZE];
+    while (*place != NULL && memcmp(&(*place)->handle, handle, sizeof *handle) != 0)
+        place = &(*place)->next;
+    return place;
+}
+
+static struct node *node_of(fuse_ino_t inode)
+{
+    return inode == FUSE_ROOT_ID ? &root : (struct node *)(uintptr_t)inode;
+}
+
+static fuse_ino_t inode_of(const struct node *node)
+{
+    return node == &root ? FUSE_ROOT_ID : (fuse_ino_t)(uintptr_t)node;
+}
+
+static void free_unused(struct node *node)
+{
+    if (node == &root || node->lookups > 0 || node->calls > 0)
+        return;
+    *place_of(&node->handle) = node->next;
+    free(node->name);
+    free(node);
+}
+
+static bool has_changed(const struct stat *before, const struct stat *now)
+{
+    return before->st_size != now->st_size || before->st_mode != now->st_mode ||
+           memcmp(&before->st_mtim, &now->st_mtim, sizeof now->st_mtim) != 0 ||
+           memcmp(&before->st_ctim, &now->st_ctim, sizeof now->st_ctim) != 0;
+}
+
+/* Note what the kernel is about to be told of a file. Returns for how many seconds it may keep that. */
+static int tell(struct node *node, const struct stat *now)
+{
+    if (node->kept_seconds == 0 || has_changed(&node->attributes, now)) {
+        node->kept_seconds = S_ISDIR(now->st_mode) ? KEPT_FOLDER_SECONDS : KEPT_FILE_SECONDS;
+        node->has_access = false;
+    } else if (now_us() - node->told_us >= node->kept_seconds * 1000000LL) {
+        node->kept_seconds = 2 * node->kept_seconds < KEPT_MOST_SECONDS ? 2 * node->kept_seconds : KEPT_MOST_SECONDS;
     }
-    return call;
+    node->told_us = now_us();
+    node->attributes = *now;
+    return node->kept_seconds;
 }
 
-/* The one thread that calls libnfs. */
-static void *make_calls(void *unused)
+/* Between NFS and C. */
+
+static nfs_fh3 to_nfs(const struct handle *handle)
 {
-    (void)unused;
-    pthread_mutex_lock(&lock);
-    for (;;) {
-        while (first == NULL)
-            pthread_cond_wait(&handed_in, &lock);
-        struct call *call = first;
-        if ((first = call->next) == NULL)
-            last = &first;
-        if (!call->abandoned) {
-            pthread_mutex_unlock(&lock);
-            nfs_set_uid(nfs, (int)call->uid);
-            nfs_set_gid(nfs, (int)call->gid);
-            int result = call->make(call);
-            pthread_mutex_lock(&lock);
-            call->result = result;
-        }
-        call->done = true;
-        if (!call->abandoned) {
-            pthread_cond_broadcast(&came_back);
-            continue;
-        }
-        if (call->opens && call->file != NULL) {
-            pthread_mutex_unlock(&lock);
-            nfs_close(nfs, call->file);
-            pthread_mutex_lock(&lock);
-        }
-        free_call(call);
-    }
-    return NULL;
+    return (nfs_fh3){.data = {handle->size, (char *)handle->bytes}};
 }
+
+static struct handle to_handle(const nfs_fh3 *from)
+{
+    struct handle handle = {.size = from->data.data_len};
+    if (handle.size > NFS3_FHSIZE)
+        abort();
+    memcpy(handle.bytes, from->data.data_val, handle.size);
+    return handle;
+}
+
+static struct stat to_stat(const fattr3 *from)
+{
+    static const mode_t types[] = {0, S_IFREG, S_IFDIR, S_IFBLK, S_IFCHR, S_IFLNK, S_IFSOCK, S_IFIFO};
+    return (struct stat){
+        .st_mode = types[from->type & 7] | (from->mode & 07777),
+        .st_ino = from->fileid,
+        .st_nlink = from->nlink,
+        .st_uid = from->uid,
+        .st_gid = from->gid,
+        .st_size = (off_t)from->size,
+        .st_blocks = (blkcnt_t)((from->used + 511) / 512),
+        .st_blksize = MOST_DATA, /* as with the kernel's client: programs write in pieces of this size */
+        .st_atim = {from->atime.seconds, from->atime.nseconds},
+        .st_mtim = {from->mtime.seconds, from->mtime.nseconds},
+        .st_ctim = {from->ctime.seconds, from->ctime.nseconds},
+    };
+}
+
+/* Attributes that may be left out; then the mode is 0. */
+static struct stat to_optional_stat(const post_op_attr *from)
+{
+    return from->attributes_follow ? to_stat(&from->post_op_attr_u.attributes) : (struct stat){0};
+}
+
+/* What SETATTR and the calls that make something set. `valid`: FUSE_SET_ATTR_... */
+static sattr3 to_new_attributes(const struct stat *new, int valid)
+{
+    const bool accessed = valid & FUSE_SET_ATTR_ATIME, modified = valid & FUSE_SET_ATTR_MTIME;
+    return (sattr3){
+        .mode = {(valid & FUSE_SET_ATTR_MODE) != 0, {new->st_mode & 07777}},
+        .uid = {(valid & FUSE_SET_ATTR_UID) != 0, {new->st_uid}},
+        .gid = {(valid & FUSE_SET_ATTR_GID) != 0, {new->st_gid}},
+        .size = {(valid & FUSE_SET_ATTR_SIZE) != 0, {(size3)new->st_size}},
+        .atime = {!accessed ? DONT_CHANGE : valid & FUSE_SET_ATTR_ATIME_NOW ? SET_TO_SERVER_TIME : SET_TO_CLIENT_TIME,
+                  {{(u_int)new->st_atim.tv_sec, (u_int)new->st_atim.tv_nsec}}},
+        .mtime = {!modified ? DONT_CHANGE : valid & FUSE_SET_ATTR_MTIME_NOW ? SET_TO_SERVER_TIME : SET_TO_CLIENT_TIME,
+                  {{(u_int)new->st_mtim.tv_sec, (u_int)new->st_mtim.tv_nsec}}},
+    };
+}
+
+/* Calls. */
 
 /* The signals in one line of /proc/PID/status. */
 static unsigned long long signals(const char *status, const char *name)
@@ -164,525 +265,603 @@ static bool is_killed(pid_t pid)
     return (pending & ~withheld & ~harmless) != 0;
 }
 
-/* Hand a call in and wait for it. True: it came back, and is the caller's to free. False: the process was killed. */
-static bool wait_for(struct call *call)
+static void note_interrupt(fuse_req_t request, void *call)
 {
-    bool done;
-
-    pthread_mutex_lock(&lock);
-    *last = call;
-    last = &call->next;
-    pthread_cond_signal(&handed_in);
-    while (!call->done && !(fuse_interrupted() && is_killed(call->pid))) {
-        struct timespec until;
-        clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_nsec += LOOK_NS;
-        until.tv_sec += until.tv_nsec / 1000000000;
-        until.tv_nsec %= 1000000000;
-        pthread_cond_timedwait(&came_back, &lock, &until);
-    }
-    done = call->done;
-    call->abandoned = !done;
-    pthread_mutex_unlock(&lock);
-    return done;
+    ((struct call *)call)->is_interrupted = true;
 }
 
-/* Make a call of which only the result is wanted. */
-static int finish(struct call *call)
+/* Answer calls whose process was killed, or whose patience is over. Returns in how many ms to look again; -1: never. */
+static int abandon(void)
 {
-    if (!wait_for(call))
-        return -EINTR;
-    int result = call->result;
-    free_call(call);
-    return result;
-}
-
-static struct nfsfh *handle(const struct fuse_file_info *file)
-{
-    return (struct nfsfh *)(uintptr_t)file->fh;
-}
-
-static void convert(const struct nfs_stat_64 *from, struct stat *to)
-{
-    memset(to, 0, sizeof *to);
-    to->st_dev = from->nfs_dev;
-    to->st_ino = from->nfs_ino;
-    to->st_mode = from->nfs_mode;
-    to->st_nlink = from->nfs_nlink;
-    to->st_uid = from->nfs_uid;
-    to->st_gid = from->nfs_gid;
-    to->st_rdev = from->nfs_rdev;
-    to->st_size = from->nfs_size;
-    to->st_blksize = from->nfs_blksize;
-    to->st_blocks = from->nfs_blocks;
-    to->st_atim = (struct timespec){.tv_sec = from->nfs_atime, .tv_nsec = from->nfs_atime_nsec};
-    to->st_mtim = (struct timespec){.tv_sec = from->nfs_mtime, .tv_nsec = from->nfs_mtime_nsec};
-    to->st_ctim = (struct timespec){.tv_sec = from->nfs_ctime, .tv_nsec = from->nfs_ctime_nsec};
-}
-
-/* Note what the kernel is about to know of a file. True if it may know something else so far. */
-static bool note(const char *path, const struct nfs_stat_64 *now)
-{
-    uint64_t hash = 14695981039346656037u; /* FNV-1a */
-    for (const char *at = path; *at != '\0'; at++)
-        hash = (hash ^ (unsigned char)*at) * 1099511628211u;
-    const struct known new = {hash, now->nfs_ino, now->nfs_size, now->nfs_mtime, now->nfs_mtime_nsec};
-    struct known *place = &known[hash % PLACES];
-
-    pthread_mutex_lock(&lock);
-    bool differs = memcmp(place, &new, sizeof new) != 0;
-    *place = new;
-    pthread_mutex_unlock(&lock);
-    return differs;
-}
-
-/* Below: for each of FUSE's operations what the calling thread does (call_), and what FUSE's thread does (do_). */
-
-static int call_getattr(struct call *call)
-{
-    return nfs_lstat64(nfs, call->path, &call->attributes);
-}
-
-static int do_getattr(const char *path, struct stat *out, struct fuse_file_info *file)
-{
-    struct call *call = new_call(call_getattr, path);
-    (void)file;
-    if (call == NULL)
-        return -ENOMEM;
-    if (!wait_for(call))
-        return -EINTR;
-    int result = call->result;
-    if (result >= 0) {
-        convert(&call->attributes, out);
-        note(path, &call->attributes);
-    }
-    free_call(call);
-    return result < 0 ? result : 0;
-}
-
-static int call_readdir(struct call *call)
-{
-    struct nfsdir *folder;
-    struct nfsdirent *entry;
-    int result = nfs_opendir(nfs, call->path, &folder);
-    if (result < 0)
-        return result;
-    while ((entry = nfs_readdir(nfs, folder)) != NULL) {
-        size_t length = strlen(entry->name) + 1;
-        char *longer = realloc(call->data, call->size + length);
-        if (longer == NULL) {
-            nfs_closedir(nfs, folder);
-            return -ENOMEM;
+    int look_ms = -1;
+    for (struct call *call = calls; call != NULL; call = call->next) {
+        if (call->request == NULL)
+            continue;
+        const bool is_over = patience_us > 0 && now_us() - call->begun_us > patience_us;
+        if (is_over || (call->is_interrupted && is_killed(call->pid))) {
+            fuse_reply_err(call->request, is_over ? EIO : EINTR);
+            call->request = NULL;
+        } else if (call->is_interrupted || patience_us > 0) {
+            look_ms = LOOK_MS;
         }
-        call->data = longer;
-        memcpy(call->data + call->size, entry->name, length);
-        call->size += length;
     }
-    nfs_closedir(nfs, folder);
-    return 0;
+    return look_ms;
 }
 
-static int do_readdir(const char *path, void *buffer, fuse_fill_dir_t fill, off_t offset, struct fuse_file_info *file,
-                      enum fuse_readdir_flags flags)
+static void act_as(uid_t uid, gid_t gid)
 {
-    struct call *call = new_call(call_readdir, path);
-    (void)offset, (void)file, (void)flags;
-    if (call == NULL)
-        return -ENOMEM;
-    if (!wait_for(call))
-        return -EINTR;
-    int result = call->result;
-    for (size_t at = 0; result >= 0 && at < call->size; at += strlen(call->data + at) + 1)
-        fill(buffer, call->data + at, NULL, 0, 0);
-    free_call(call);
-    return result;
+    rpc_set_uid(rpc, (int)uid);
+    rpc_set_gid(rpc, (int)gid);
 }
 
-/* What is read comes into the call's own memory: the buffer of a process that was killed is gone. */
-static int receive(struct call *call, char *buffer, size_t size)
+/* Begin the work for a request of FUSE about a file, or about a name in a folder. */
+static struct call *begin(fuse_req_t request, fuse_ino_t inode, const char *name)
 {
-    if (call == NULL)
-        return -ENOMEM;
-    call->size = size;
-    if ((call->data = malloc(size)) == NULL) {
-        free_call(call);
-        return -ENOMEM;
+    const struct fuse_ctx *who = fuse_req_ctx(request);
+    struct call *call = checked(calloc(1, sizeof *call));
+    *call = (struct call){.request = request, .pid = who->pid, .uid = who->uid, .gid = who->gid, .next = calls};
+    call->begun_us = now_us();
+    call->node = node_of(inode);
+    call->node->calls++;
+    if (name != NULL)
+        call->name = checked(strdup(name));
+    calls = call;
+    fuse_req_interrupt_func(request, note_interrupt, call);
+    act_as(call->uid, call->gid);
+    return call;
+}
+
+/* The same for an open file: in the name of who opened it. */
+static struct call *begin_open(fuse_req_t request, fuse_ino_t inode, const struct fuse_file_info *file)
+{
+    struct call *call = begin(request, inode, NULL);
+    if (file != NULL) {
+        call->uid = (uid_t)(file->fh >> 32);
+        call->gid = (gid_t)file->fh;
+        act_as(call->uid, call->gid);
     }
-    if (!wait_for(call))
-        return -EINTR;
-    int result = call->result;
-    if (result >= 0)
-        memcpy(buffer, call->data, size);
-    free_call(call);
-    return result;
+    return call;
 }
 
-static int call_readlink(struct call *call)
+static void set_opener(struct call *call, const struct fuse_file_info *file)
 {
-    return nfs_readlink(nfs, call->path, call->data, (int)call->size);
+    call->file = *file;
+    call->file.fh = (uint64_t)call->uid << 32 | call->gid;
+    call->file.keep_cache = 1; /* data go when the kernel is told of other attributes */
 }
 
-static int do_readlink(const char *path, char *buffer, size_t size)
+static nfs_fh3 handle_of(const struct call *call)
 {
-    int result = receive(new_call(call_readlink, path), buffer, size);
-    return result < 0 ? result : 0;
+    return to_nfs(&call->node->handle);
 }
 
-static int call_read(struct call *call)
+static diropargs3 place_in(const struct call *call)
 {
-    return nfs_pread(nfs, call->file, (uint64_t)call->offset, call->size, call->data);
+    return (diropargs3){handle_of(call), call->name};
 }
 
-static int do_read(const char *path, char *buffer, size_t size, off_t offset, struct fuse_file_info *file)
+static void end(struct call *call)
 {
-    struct call *call = new_call(call_read, NULL);
-    (void)path;
-    if (call != NULL) {
-        call->file = handle(file);
-        call->offset = offset;
-    }
-    return receive(call, buffer, size);
+    struct call **place = &calls;
+    while (*place != call)
+        place = &(*place)->next;
+    *place = call->next;
+    call->node->calls--;
+    free_unused(call->node);
+    free(call->listing.data);
+    free(call->name);
+    free(call);
 }
 
-static int call_write(struct call *call)
+static step_t look_again; /* it has its own way with errors */
+
+/* What libnfs calls when a reply is there. All replies begin with NFS's status. */
+static void finish(struct rpc_context *unused, int status, void *reply, void *owner)
 {
-    return nfs_pwrite(nfs, call->file, (uint64_t)call->offset, call->size, call->data);
+    struct call *call = owner;
+    step_t *step = call->step;
+    const int error = status != RPC_STATUS_SUCCESS ? EIO : -nfsstat3_to_errno(*(const int *)reply);
+
+    call->step = NULL;
+    act_as(call->uid, call->gid);
+    if (call->request != NULL && error != 0 && step != look_again)
+        fuse_reply_err(call->request, error);
+    else if (call->request != NULL)
+        step(call, error == 0 ? reply : NULL);
+    if (call->step == NULL)
+        end(call);
 }
 
-static int do_write(const char *path, const char *data, size_t size, off_t offset, struct fuse_file_info *file)
+/* Note what is to be done with the reply to a call. `sent`: what libnfs returned for it. */
+static void then(struct call *call, step_t *step, int sent)
 {
-    struct call *call = new_call(call_write, NULL);
-    (void)path;
-    if (call == NULL)
-        return -ENOMEM;
-    if ((call->data = malloc(size)) == NULL) {
-        free_call(call);
-        return -ENOMEM;
-    }
-    memcpy(call->data, data, size);
-    call->size = size;
-    call->offset = offset;
-    call->file = handle(file);
-    return finish(call);
+    if (sent != 0)
+        abort(); /* no memory */
+    call->step = step;
 }
 
-static int call_open(struct call *call)
+/* What a reply has if its call succeeded. */
+#define RESULT(TYPE, reply) (&((const TYPE *)(reply))->TYPE##_u.resok)
+
+static void answer_done(struct call *call, const void *reply)
 {
-    int result = nfs_open(nfs, call->path, call->number, &call->file);
-    if (result >= 0 && (result = nfs_fstat64(nfs, call->file, &call->attributes)) < 0) {
-        nfs_close(nfs, call->file);
-        call->file = NULL;
-    }
-    return result;
+    fuse_reply_err(call->request, 0);
 }
 
-static int call_create(struct call *call)
+/* Attributes. */
+
+static void answer_attributes(struct call *call, const void *reply)
 {
-    return nfs_open2(nfs, call->path, call->number, (int)call->size, &call->file);
+    const struct stat now = to_stat(&RESULT(GETATTR3res, reply)->obj_attributes);
+    fuse_reply_attr(call->request, &now, tell(call->node, &now));
 }
 
-/* `path`: of a file that was there before; NULL for one that is made. */
-static int open_file(struct call *call, const char *path, struct fuse_file_info *file)
+static void ask_attributes(struct call *call, step_t *step)
 {
-    call->opens = true;
-    if (!wait_for(call))
-        return -EINTR;
-    int result = call->result;
-    if (result >= 0)
-        file->fh = (uintptr_t)call->file;
-    if (result >= 0 && path != NULL && note(path, &call->attributes))
-        fuse_invalidate_path(fuse_get_context()->fuse, path);
-    free_call(call);
-    return result < 0 ? result : 0;
+    GETATTR3args args = {handle_of(call)};
+    then(call, step, rpc_nfs3_getattr_async(rpc, finish, &args, call));
 }
 
-static int do_open(const char *path, struct fuse_file_info *file)
+static void do_getattr(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *file)
 {
-    struct call *call = new_call(call_open, path);
-    if (call == NULL)
-        return -ENOMEM;
-    /* FUSE sends the offset with each write, O_APPEND or not. */
-    call->number = file->flags & ~(O_CREAT | O_EXCL | O_APPEND);
-    return open_file(call, path, file);
+    ask_attributes(begin(request, inode, NULL), answer_attributes);
 }
 
-static int do_create(const char *path, mode_t mode, struct fuse_file_info *file)
+static void answer_set(struct call *call, const void *reply)
 {
-    struct call *call = new_call(call_create, path);
-    if (call == NULL)
-        return -ENOMEM;
-    call->number = (file->flags & ~O_APPEND) | O_CREAT;
-    call->size = mode & 07777;
-    return open_file(call, NULL, file);
+    const struct stat now = to_optional_stat(&RESULT(SETATTR3res, reply)->obj_wcc.after);
+    if (now.st_mode == 0)
+        fuse_reply_err(call->request, EIO);
+    else
+        fuse_reply_attr(call->request, &now, tell(call->node, &now));
 }
 
-static int call_fsync(struct call *call)
+static void do_setattr(fuse_req_t request, fuse_ino_t inode, struct stat *new, int valid, struct fuse_file_info *file)
 {
-    return nfs_fsync(nfs, call->file);
+    struct call *call = begin_open(request, inode, file);
+    SETATTR3args args = {.object = handle_of(call), .new_attributes = to_new_attributes(new, valid)};
+    then(call, answer_set, rpc_nfs3_setattr_async(rpc, finish, &args, call));
 }
 
-static int call_close(struct call *call)
+static void answer_volume(struct call *call, const void *reply)
 {
-    nfs_close(nfs, call->file);
-    return 0;
-}
-
-static int with_file(int (*make)(struct call *), struct fuse_file_info *file, off_t offset)
-{
-    struct call *call = new_call(make, NULL);
-    if (call == NULL)
-        return -ENOMEM;
-    call->file = handle(file);
-    call->offset = offset;
-    return finish(call);
-}
-
-static int do_fsync(const char *path, int only_data, struct fuse_file_info *file)
-{
-    (void)path, (void)only_data;
-    return with_file(call_fsync, file, 0);
-}
-
-static int do_release(const char *path, struct fuse_file_info *file)
-{
-    (void)path;
-    return with_file(call_close, file, 0);
-}
-
-static int with_path(int (*make)(struct call *), const char *path, int number)
-{
-    struct call *call = new_call(make, path);
-    if (call == NULL)
-        return -ENOMEM;
-    call->number = number;
-    return finish(call);
-}
-
-static int with_paths(int (*make)(struct call *), const char *path, const char *other_path)
-{
-    struct call *call = new_call(make, path);
-    if (call == NULL)
-        return -ENOMEM;
-    if ((call->other_path = strdup(other_path)) == NULL) {
-        free_call(call);
-        return -ENOMEM;
-    }
-    return finish(call);
-}
-
-static int call_unlink(struct call *call)
-{
-    return nfs_unlink(nfs, call->path);
-}
-
-static int do_unlink(const char *path)
-{
-    return with_path(call_unlink, path, 0);
-}
-
-static int call_mkdir(struct call *call)
-{
-    return nfs_mkdir2(nfs, call->path, call->number);
-}
-
-static int do_mkdir(const char *path, mode_t mode)
-{
-    return with_path(call_mkdir, path, mode & 07777);
-}
-
-static int call_rmdir(struct call *call)
-{
-    return nfs_rmdir(nfs, call->path);
-}
-
-static int do_rmdir(const char *path)
-{
-    return with_path(call_rmdir, path, 0);
-}
-
-static int call_rename(struct call *call)
-{
-    return nfs_rename(nfs, call->path, call->other_path);
-}
-
-static int do_rename(const char *from, const char *to, unsigned int flags)
-{
-    if (flags != 0)
-        return -EINVAL; /* as the kernel's client */
-    return with_paths(call_rename, from, to);
-}
-
-static int call_symlink(struct call *call)
-{
-    return nfs_symlink(nfs, call->path, call->other_path);
-}
-
-static int do_symlink(const char *target, const char *path)
-{
-    return with_paths(call_symlink, target, path);
-}
-
-static int call_link(struct call *call)
-{
-    return nfs_link(nfs, call->path, call->other_path);
-}
-
-static int do_link(const char *from, const char *to)
-{
-    return with_paths(call_link, from, to);
-}
-
-static int call_chmod(struct call *call)
-{
-    return nfs_lchmod(nfs, call->path, call->number);
-}
-
-static int do_chmod(const char *path, mode_t mode, struct fuse_file_info *file)
-{
-    (void)file;
-    return with_path(call_chmod, path, mode & 07777);
-}
-
-/* libnfs always sets owner and group; -1 means "as it is". */
-static int call_chown(struct call *call)
-{
-    int result = nfs_lstat64(nfs, call->path, &call->attributes);
-    if (result < 0)
-        return result;
-    uid_t uid = call->new_uid == (uid_t)-1 ? (uid_t)call->attributes.nfs_uid : call->new_uid;
-    gid_t gid = call->new_gid == (gid_t)-1 ? (gid_t)call->attributes.nfs_gid : call->new_gid;
-    return nfs_lchown(nfs, call->path, (int)uid, (int)gid);
-}
-
-static int do_chown(const char *path, uid_t uid, gid_t gid, struct fuse_file_info *file)
-{
-    struct call *call = new_call(call_chown, path);
-    (void)file;
-    if (call == NULL)
-        return -ENOMEM;
-    call->new_uid = uid;
-    call->new_gid = gid;
-    return finish(call);
-}
-
-static int call_truncate(struct call *call)
-{
-    return nfs_truncate(nfs, call->path, (uint64_t)call->offset);
-}
-
-static int call_ftruncate(struct call *call)
-{
-    return nfs_ftruncate(nfs, call->file, (uint64_t)call->offset);
-}
-
-static int do_truncate(const char *path, off_t size, struct fuse_file_info *file)
-{
-    if (file != NULL)
-        return with_file(call_ftruncate, file, size);
-    struct call *call = new_call(call_truncate, path);
-    if (call == NULL)
-        return -ENOMEM;
-    call->offset = size;
-    return finish(call);
-}
-
-static int call_utimens(struct call *call)
-{
-    struct timespec now;
-    struct timeval times[2];
-    int result = nfs_lstat64(nfs, call->path, &call->attributes);
-    if (result < 0)
-        return result;
-    const struct nfs_stat_64 *found = &call->attributes;
-    const struct timespec old[2] = {
-        {.tv_sec = (time_t)found->nfs_atime, .tv_nsec = (long)found->nfs_atime_nsec},
-        {.tv_sec = (time_t)found->nfs_mtime, .tv_nsec = (long)found->nfs_mtime_nsec},
+    const FSSTAT3resok *found = RESULT(FSSTAT3res, reply);
+    const uint64_t block = 4096;
+    const struct statvfs volume = {
+        .f_bsize = block, .f_frsize = block, .f_namemax = 255,
+        .f_blocks = found->tbytes / block, .f_bfree = found->fbytes / block, .f_bavail = found->abytes / block,
+        .f_files = found->tfiles, .f_ffree = found->ffiles, .f_favail = found->afiles,
     };
-    clock_gettime(CLOCK_REALTIME, &now);
-    for (int i = 0; i < 2; i++) {
-        const struct timespec *time = &call->times[i];
-        if (time->tv_nsec == UTIME_NOW)
-            time = &now;
-        else if (time->tv_nsec == UTIME_OMIT)
-            time = &old[i];
-        times[i] = (struct timeval){.tv_sec = time->tv_sec, .tv_usec = time->tv_nsec / 1000};
+    fuse_reply_statfs(call->request, &volume);
+}
+
+static void do_statfs(fuse_req_t request, fuse_ino_t inode)
+{
+    struct call *call = begin(request, inode, NULL);
+    FSSTAT3args args = {handle_of(call)};
+    then(call, answer_volume, rpc_nfs3_fsstat_async(rpc, finish, &args, call));
+}
+
+/* Names. */
+
+/* Tell the kernel of a file under the call's name. */
+static void answer_found(struct call *call, const struct handle *handle, const struct stat *now)
+{
+    if (handle->size == 0 || now->st_mode == 0) { /* gone between two looks of the server: the kernel is to ask again */
+        fuse_reply_err(call->request, ESTALE);
+        return;
     }
-    return nfs_lutimes(nfs, call->path, times);
+    struct node **place = place_of(handle), *node = *place;
+    if (node == NULL) {
+        node = *place = checked(calloc(1, sizeof *node));
+        node->handle = *handle;
+    }
+    struct fuse_entry_param entry = {.ino = inode_of(node), .generation = 1, .attr = *now};
+    entry.attr_timeout = entry.entry_timeout = tell(node, now);
+    free(node->name);
+    node->name = call->name;
+    call->name = NULL;
+    node->folder = call->node->handle;
+    node->finder = call->pid;
+    node->lookups++;
+    if ((call->makes_open_file ? fuse_reply_create(call->request, &entry, &call->file)
+                               : fuse_reply_entry(call->request, &entry)) != 0)
+        node->lookups--;
+    free_unused(node);
 }
 
-static int do_utimens(const char *path, const struct timespec wanted[2], struct fuse_file_info *file)
+static void answer_lookup(struct call *call, const void *reply)
 {
-    struct call *call = new_call(call_utimens, path);
-    (void)file;
-    if (call == NULL)
-        return -ENOMEM;
-    memcpy(call->times, wanted, sizeof call->times);
-    return finish(call);
+    const struct handle handle = to_handle(&RESULT(LOOKUP3res, reply)->object);
+    const struct stat now = to_optional_stat(&RESULT(LOOKUP3res, reply)->obj_attributes);
+    answer_found(call, &handle, &now);
 }
 
-static int call_statfs(struct call *call)
+/* After CREATE, MKDIR and SYMLINK, whose replies are alike. */
+static void answer_made(struct call *call, const void *reply)
 {
-    return nfs_statvfs(nfs, call->path, &call->volume);
+    const post_op_fh3 *made = &RESULT(CREATE3res, reply)->obj;
+    const struct handle handle = made->handle_follows ? to_handle(&made->post_op_fh3_u.handle) : (struct handle){0};
+    const struct stat now = to_optional_stat(&RESULT(CREATE3res, reply)->obj_attributes);
+    answer_found(call, &handle, &now);
 }
 
-static int do_statfs(const char *path, struct statvfs *out)
+static void answer_link(struct call *call, const void *reply)
 {
-    struct call *call = new_call(call_statfs, path);
-    if (call == NULL)
-        return -ENOMEM;
-    if (!wait_for(call))
-        return -EINTR;
-    int result = call->result;
-    if (result >= 0)
-        *out = call->volume;
-    free_call(call);
-    return result;
+    const struct stat now = to_optional_stat(&RESULT(LINK3res, reply)->file_attributes);
+    answer_found(call, &call->target, &now);
 }
 
-/* After fuse_main has gone into the background: threads do not survive that. */
-static void *do_init(struct fuse_conn_info *connection, struct fuse_config *config)
+static void do_lookup(fuse_req_t request, fuse_ino_t folder, const char *name)
 {
-    pthread_t thread;
-    (void)connection;
-    if (pthread_create(&thread, NULL, make_calls, NULL) != 0)
-        abort();
-    config->use_ino = 1;
-    config->attr_timeout = KEPT_SECONDS;
-    config->entry_timeout = KEPT_SECONDS;
-    config->negative_timeout = 0; /* a file that another node makes is seen at once: lookupcache=positive */
-    config->auto_cache = 1;
-    config->hard_remove = 1;
-    return NULL;
+    struct call *call = begin(request, folder, name);
+    LOOKUP3args args = {place_in(call)};
+    then(call, answer_lookup, rpc_nfs3_lookup_async(rpc, finish, &args, call));
 }
 
-static const struct fuse_operations operations = {
-    .init = do_init,
-    .getattr = do_getattr,
-    .readdir = do_readdir,
-    .readlink = do_readlink,
-    .open = do_open,
+static void do_forget(fuse_req_t request, fuse_ino_t inode, uint64_t count)
+{
+    node_of(inode)->lookups -= count;
+    free_unused(node_of(inode));
+    fuse_reply_none(request);
+}
+
+static void do_mkdir(fuse_req_t request, fuse_ino_t folder, const char *name, mode_t mode)
+{
+    struct call *call = begin(request, folder, name);
+    MKDIR3args args = {place_in(call), to_new_attributes(&(struct stat){.st_mode = mode}, FUSE_SET_ATTR_MODE)};
+    then(call, answer_made, rpc_nfs3_mkdir_async(rpc, finish, &args, call));
+}
+
+static void do_symlink(fuse_req_t request, const char *target, fuse_ino_t folder, const char *name)
+{
+    struct call *call = begin(request, folder, name);
+    const sattr3 new = to_new_attributes(&(struct stat){.st_mode = 0777}, FUSE_SET_ATTR_MODE);
+    SYMLINK3args args = {place_in(call), {new, (char *)target}};
+    then(call, answer_made, rpc_nfs3_symlink_async(rpc, finish, &args, call));
+}
+
+static void do_create(fuse_req_t request, fuse_ino_t folder, const char *name, mode_t mode, struct fuse_file_info *file)
+{
+    struct call *call = begin(request, folder, name);
+    const int valid = FUSE_SET_ATTR_MODE | (file->flags & O_TRUNC ? FUSE_SET_ATTR_SIZE : 0);
+    CREATE3args args = {place_in(call), {.mode = file->flags & O_EXCL ? GUARDED : UNCHECKED}};
+    args.how.createhow3_u.obj_attributes = to_new_attributes(&(struct stat){.st_mode = mode}, valid);
+    call->makes_open_file = true;
+    set_opener(call, file);
+    then(call, answer_made, rpc_nfs3_create_async(rpc, finish, &args, call));
+}
+
+static void do_link(fuse_req_t request, fuse_ino_t inode, fuse_ino_t folder, const char *name)
+{
+    struct call *call = begin(request, folder, name);
+    call->target = node_of(inode)->handle;
+    LINK3args args = {to_nfs(&call->target), place_in(call)};
+    then(call, answer_link, rpc_nfs3_link_async(rpc, finish, &args, call));
+}
+
+static void do_unlink(fuse_req_t request, fuse_ino_t folder, const char *name)
+{
+    struct call *call = begin(request, folder, name);
+    REMOVE3args args = {place_in(call)};
+    then(call, answer_done, rpc_nfs3_remove_async(rpc, finish, &args, call));
+}
+
+static void do_rmdir(fuse_req_t request, fuse_ino_t folder, const char *name)
+{
+    struct call *call = begin(request, folder, name);
+    RMDIR3args args = {place_in(call)};
+    then(call, answer_done, rpc_nfs3_rmdir_async(rpc, finish, &args, call));
+}
+
+static void do_rename(fuse_req_t request, fuse_ino_t folder, const char *name, fuse_ino_t new_folder,
+                      const char *new_name, unsigned int flags)
+{
+    if (flags != 0) { /* as the kernel's client */
+        fuse_reply_err(request, EINVAL);
+        return;
+    }
+    struct call *call = begin(request, folder, name);
+    RENAME3args args = {place_in(call), {to_nfs(&node_of(new_folder)->handle), (char *)new_name}};
+    then(call, answer_done, rpc_nfs3_rename_async(rpc, finish, &args, call));
+}
+
+static void answer_target(struct call *call, const void *reply)
+{
+    fuse_reply_readlink(call->request, RESULT(READLINK3res, reply)->data);
+}
+
+static void do_readlink(fuse_req_t request, fuse_ino_t inode)
+{
+    struct call *call = begin(request, inode, NULL);
+    READLINK3args args = {handle_of(call)};
+    then(call, answer_target, rpc_nfs3_readlink_async(rpc, finish, &args, call));
+}
+
+/* Open files. */
+
+/* Whether bits of ACCESS are enough for the way in which a file is opened. */
+static bool is_enough(const struct fuse_file_info *file, uint32_t granted)
+{
+    const int mode = file->flags & O_ACCMODE;
+    return (mode == O_WRONLY || granted & (ACCESS3_READ | ACCESS3_EXECUTE)) &&
+           (mode == O_RDONLY || granted & ACCESS3_MODIFY);
+}
+
+static step_t answer_access;
+
+/*
+ * The last step of opening: whether the user may. The mode tells where it grants by uid and gid alone, except for root,
+ * whom the server may take for nobody. Else the server is asked.
+ */
+static void check_access(struct call *call)
+{
+    const struct node *node = call->node;
+    const struct stat *now = &node->attributes;
+    const bool is_known = node->has_access && node->access_uid == call->uid && node->access_gid == call->gid;
+    const mode_t bits = now->st_mode >> (call->uid == now->st_uid ? 6 : call->gid == now->st_gid ? 3 : 0);
+    uint32_t granted = (bits & 4 ? ACCESS3_READ : 0) | (bits & 2 ? ACCESS3_MODIFY : 0);
+
+    if (is_known || call->uid == 0)
+        granted = is_known ? node->access : 0;
+    if (is_enough(&call->file, granted)) {
+        fuse_reply_open(call->request, &call->file);
+    } else if (is_known) {
+        fuse_reply_err(call->request, EACCES);
+    } else {
+        ACCESS3args args = {handle_of(call), ACCESS3_READ | ACCESS3_MODIFY | ACCESS3_EXECUTE};
+        then(call, answer_access, rpc_nfs3_access_async(rpc, finish, &args, call));
+    }
+}
+
+static void answer_access(struct call *call, const void *reply)
+{
+    struct node *node = call->node;
+    node->has_access = true;
+    node->access = RESULT(ACCESS3res, reply)->access;
+    node->access_uid = call->uid;
+    node->access_gid = call->gid;
+    check_access(call);
+}
+
+/* After a file that is opened was looked up again or, without a name, was asked for by its handle. */
+static void look_again(struct call *call, const void *reply)
+{
+    struct node *node = call->node;
+    const bool by_name = call->name != NULL;
+    struct handle handle = node->handle;
+    struct stat now = {0};
+    if (reply != NULL && by_name) {
+        handle = to_handle(&RESULT(LOOKUP3res, reply)->object);
+        now = to_optional_stat(&RESULT(LOOKUP3res, reply)->obj_attributes);
+    } else if (reply != NULL) {
+        now = to_stat(&RESULT(GETATTR3res, reply)->obj_attributes);
+    }
+    bool is_stale = now.st_mode == 0 || memcmp(&handle, &node->handle, sizeof handle) != 0;
+    if (!is_stale && has_changed(&node->attributes, &now)) {
+        fuse_lowlevel_notify_inval_inode(session, inode_of(node), -1, 0);
+        tell(node, &now);
+        /* The kernel appends at the end that it knows. A file that grows all the time would send it back for ever. */
+        is_stale = by_name && call->file.flags & O_APPEND && node->sent_back != call->pid;
+    }
+    node->sent_back = is_stale ? call->pid : 0;
+    if (!is_stale) {
+        check_access(call);
+        return;
+    }
+    free(node->name); /* the kernel's next look gives it one again */
+    node->name = NULL;
+    fuse_reply_err(call->request, ESTALE);
+}
+
+static void do_open(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *file)
+{
+    struct node *node = node_of(inode);
+    struct call *call = begin(request, inode, node->name);
+    const bool is_fresh = node->finder == call->pid && now_us() - node->told_us < SAME_CALL_US;
+    node->finder = 0;
+    set_opener(call, file);
+    if (is_fresh) {
+        check_access(call);
+        if (call->step == NULL)
+            end(call);
+    } else if (node->name != NULL) {
+        LOOKUP3args args = {{to_nfs(&node->folder), call->name}};
+        then(call, look_again, rpc_nfs3_lookup_async(rpc, finish, &args, call));
+    } else {
+        ask_attributes(call, look_again);
+    }
+}
+
+static void answer_data(struct call *call, const void *reply)
+{
+    const READ3resok *found = RESULT(READ3res, reply);
+    if (found->data.data_len < call->size && !found->eof) /* the kernel would take it for the end of the file */
+        fuse_reply_err(call->request, EIO);
+    else
+        fuse_reply_buf(call->request, found->data.data_val, found->data.data_len);
+}
+
+static void do_read(fuse_req_t request, fuse_ino_t inode, size_t size, off_t offset, struct fuse_file_info *file)
+{
+    struct call *call = begin_open(request, inode, file);
+    READ3args args = {handle_of(call), (offset3)offset, (count3)size};
+    call->size = size;
+    then(call, answer_data, rpc_nfs3_read_async(rpc, finish, &args, call));
+}
+
+static void answer_written(struct call *call, const void *reply)
+{
+    fuse_reply_write(call->request, RESULT(WRITE3res, reply)->count);
+}
+
+static void do_write(fuse_req_t request, fuse_ino_t inode, const char *data, size_t size, off_t offset,
+                     struct fuse_file_info *file)
+{
+    struct call *call = begin_open(request, inode, file);
+    WRITE3args args = {handle_of(call), (offset3)offset, (count3)size, UNSTABLE, {(u_int)size, (char *)data}};
+    if (file->flags & (O_SYNC | O_DSYNC))
+        args.stable = FILE_SYNC;
+    then(call, answer_written, rpc_nfs3_write_async(rpc, finish, &args, call));
+}
+
+static void do_fsync(fuse_req_t request, fuse_ino_t inode, int only_data, struct fuse_file_info *file)
+{
+    struct call *call = begin_open(request, inode, file);
+    COMMIT3args args = {.file = handle_of(call)}; /* all of it */
+    then(call, answer_done, rpc_nfs3_commit_async(rpc, finish, &args, call));
+}
+
+/* Folders. */
+
+static struct listing *listing_of(const struct fuse_file_info *file)
+{
+    return (struct listing *)(uintptr_t)file->fh;
+}
+
+static void do_opendir(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *file)
+{
+    file->fh = (uintptr_t)checked(calloc(1, sizeof(struct listing)));
+    if (fuse_reply_open(request, file) != 0)
+        free(listing_of(file));
+}
+
+static void do_releasedir(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *file)
+{
+    free(listing_of(file)->data);
+    free(listing_of(file));
+    fuse_reply_err(request, 0);
+}
+
+/* Answer with as many entries as fit. */
+static void answer_entries(fuse_req_t request, const struct listing *listing, size_t size, size_t from)
+{
+    size_t end = from;
+    while (end < listing->size) {
+        uint64_t next;
+        memcpy(&next, listing->data + end + sizeof next, sizeof next); /* fuse_dirent's `off` */
+        if (next - from > size)
+            break;
+        end = next;
+    }
+    fuse_reply_buf(request, listing->data + from, end - from);
+}
+
+static step_t answer_listed;
+
+static void ask_entries(struct call *call, cookie3 from, const char *verifier)
+{
+    READDIRPLUS3args args = {handle_of(call), from, {0}, MOST_DATA / 8, MOST_DATA / 2};
+    memcpy(args.cookieverf, verifier, NFS3_COOKIEVERFSIZE);
+    then(call, answer_listed, rpc_nfs3_readdirplus_async(rpc, finish, &args, call));
+}
+
+static void answer_listed(struct call *call, const void *reply)
+{
+    const READDIRPLUS3resok *found = RESULT(READDIRPLUS3res, reply);
+    struct listing *listing = &call->listing;
+    cookie3 last = 0;
+
+    for (const entryplus3 *entry = found->reply.entries; entry != NULL; entry = entry->nextentry) {
+        struct stat kind = to_optional_stat(&entry->name_attributes); /* so programs need not ask for each one's */
+        const size_t next = listing->size + fuse_add_direntry(call->request, NULL, 0, entry->name, NULL, 0);
+        kind.st_ino = entry->fileid;
+        listing->data = checked(realloc(listing->data, next));
+        fuse_add_direntry(call->request, listing->data + listing->size, next - listing->size, entry->name, &kind,
+                          (off_t)next);
+        listing->size = next;
+        last = entry->cookie;
+    }
+    if (!found->reply.eof && found->reply.entries != NULL) {
+        ask_entries(call, last, found->cookieverf);
+        return;
+    }
+    struct listing *kept = listing_of(&call->file), old = *kept;
+    *kept = *listing;
+    *listing = old; /* freed with the call */
+    answer_entries(call->request, kept, call->size, 0);
+}
+
+static void do_readdir(fuse_req_t request, fuse_ino_t inode, size_t size, off_t offset, struct fuse_file_info *file)
+{
+    static const cookieverf3 none;
+    if (offset != 0) {
+        answer_entries(request, listing_of(file), size, (size_t)offset);
+        return;
+    }
+    struct call *call = begin(request, inode, NULL);
+    call->file = *file;
+    call->size = size;
+    ask_entries(call, 0, none);
+}
+
+/* The mount. */
+
+static void do_init(void *unused, struct fuse_conn_info *connection)
+{
+    connection->want &= ~(unsigned)FUSE_CAP_ATOMIC_O_TRUNC; /* a SETATTR follows instead */
+    connection->want |= connection->capable & (FUSE_CAP_PARALLEL_DIROPS | FUSE_CAP_CACHE_SYMLINKS);
+    connection->max_write = connection->max_read = MOST_DATA;
+    connection->max_background = 64;
+    connection->congestion_threshold = 48;
+}
+
+static const struct fuse_lowlevel_ops operations = {
+    .init = do_init,       .lookup = do_lookup,     .forget = do_forget,         .getattr = do_getattr,
+    .setattr = do_setattr, .readlink = do_readlink, .mkdir = do_mkdir,           .unlink = do_unlink,
+    .rmdir = do_rmdir,     .symlink = do_symlink,   .rename = do_rename,         .link = do_link,
+    .open = do_open,       .read = do_read,         .write = do_write,           .fsync = do_fsync,
+    .opendir = do_opendir, .readdir = do_readdir,   .releasedir = do_releasedir, .statfs = do_statfs,
     .create = do_create,
-    .read = do_read,
-    .write = do_write,
-    .fsync = do_fsync,
-    .release = do_release,
-    .unlink = do_unlink,
-    .mkdir = do_mkdir,
-    .rmdir = do_rmdir,
-    .rename = do_rename,
-    .symlink = do_symlink,
-    .link = do_link,
-    .chmod = do_chmod,
-    .chown = do_chown,
-    .truncate = do_truncate,
-    .utimens = do_utimens,
-    .statfs = do_statfs,
 };
+
+static void set_up_connection(int fd)
+{
+    const int on = 1, idle_seconds = IDLE_SECONDS, unheard_ms = UNHEARD_MS;
+    setsockopt(fd, SOL_TCP, TCP_NODELAY, &on, sizeof on);
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+    setsockopt(fd, SOL_TCP, TCP_KEEPIDLE, &idle_seconds, sizeof idle_seconds);
+    setsockopt(fd, SOL_TCP, TCP_KEEPINTVL, &idle_seconds, sizeof idle_seconds);
+    setsockopt(fd, SOL_TCP, TCP_USER_TIMEOUT, &unheard_ms, sizeof unheard_ms);
+}
+
+/* Serve FUSE's kernel side, until it ends, and the server. */
+static void serve(void)
+{
+    struct fuse_buf request = {0};
+    bool is_set_up = false;
+    int64_t retry_us = 0;
+
+    while (!fuse_session_exited(session)) {
+        struct pollfd both[2] = {{.fd = fuse_session_fd(session), .events = POLLIN}, {.fd = -1}};
+        const int events = rpc_which_events(rpc); /* without POLLIN, there is no connection yet */
+        int most_ms = abandon();
+        if (events & POLLIN && !is_set_up)
+            set_up_connection(rpc_get_fd(rpc));
+        is_set_up = events & POLLIN;
+        if (now_us() >= retry_us)
+            both[1] = (struct pollfd){.fd = rpc_get_fd(rpc), .events = (short)events};
+        else if (most_ms < 0)
+            most_ms = RETRY_MS;
+        if (poll(both, 2, most_ms) < 0)
+            continue; /* a signal */
+        if (both[1].revents & (POLLERR | POLLHUP))
+            retry_us = now_us() + RETRY_MS * 1000;
+        if (both[1].revents != 0 && rpc_service(rpc, both[1].revents) < 0)
+            rpc_service(rpc, -1); /* connect anew */
+        if (both[0].revents == 0)
+            continue;
+        const int size = fuse_session_receive_buf(session, &request);
+        if (size > 0)
+            fuse_session_process_buf(session, &request);
+        else if (size != -EINTR && size != -EAGAIN)
+            return;
+    }
+}
 
 int main(int count, char **words)
 {
     char text[4096];
-
     if (count != 6) {
         fprintf(stderr, "usage: nfs_mount SERVER EXPORT FOLDER PATIENCE_MS FLAGS\n");
         return 1;
@@ -690,28 +869,32 @@ int main(int count, char **words)
     const char *server = words[1], *export = words[2], *folder = words[3], *flags = words[5];
     const int patience_ms = atoi(words[4]);
 
-    nfs = nfs_init_context();
-    if (nfs == NULL) {
-        fprintf(stderr, "mount.nfs: out of memory\n");
-        return 32;
-    }
+    struct nfs_context *nfs = checked(nfs_init_context());
     snprintf(text, sizeof text, "nfs://%s%s?version=3&nfsport=%d&mountport=%d", server, export, NFS_PORT, MOUNT_PORT);
-    struct nfs_url *url = nfs_parse_url_dir(nfs, text);
-    if (url == NULL) {
-        fprintf(stderr, "mount.nfs: %s:%s: %s\n", server, export, nfs_get_error(nfs));
-        return 32;
-    }
+    const struct nfs_url *url = nfs_parse_url_dir(nfs, text);
     if (patience_ms > 0)
         nfs_set_timeout(nfs, patience_ms);
-    else
-        nfs_set_autoreconnect(nfs, -1);
-    if (nfs_mount(nfs, url->server, url->path) != 0) {
+    if (url == NULL || nfs_mount(nfs, url->server, url->path) != 0) {
         fprintf(stderr, "mount.nfs: mounting %s:%s failed: %s\n", server, export, nfs_get_error(nfs));
         return 32; /* mount(8): mount failure */
     }
-    snprintf(text, sizeof text, "-oallow_other,default_permissions,subtype=nfs,fsname=%s:%s%s%s", server, export,
-             *flags ? "," : "", flags);
-    /* A thread for each process that waits, and one that hears when they are killed. */
-    char *arguments[] = {words[0], (char *)folder, text, "-omax_threads=1000", NULL};
-    return fuse_main(4, arguments, &operations, NULL);
+    /* From here on patience is abandon()'s: libnfs 4.0 may lose its queue when a call times out. */
+    nfs_set_timeout(nfs, 0);
+    patience_us = patience_ms * 1000LL;
+    rpc = nfs_get_rpc_context(nfs);
+    root.handle.size = (uint32_t)nfs_get_rootfh(nfs)->len;
+    memcpy(root.handle.bytes, nfs_get_rootfh(nfs)->val, root.handle.size);
+    *place_of(&root.handle) = &root;
+
+    snprintf(text, sizeof text, "-oallow_other,default_permissions,subtype=nfs,fsname=%s:%s,max_read=%d%s%s", server,
+             export, MOST_DATA, *flags ? "," : "", flags);
+    char *arguments[] = {words[0], text, NULL};
+    struct fuse_args options = FUSE_ARGS_INIT(2, arguments);
+    session = fuse_session_new(&options, &operations, sizeof operations, NULL);
+    if (session == NULL || fuse_set_signal_handlers(session) != 0 || fuse_session_mount(session, folder) != 0 ||
+        fuse_daemonize(0) != 0)
+        return 32;
+    serve();
+    fuse_session_unmount(session);
+    return 0;
 }

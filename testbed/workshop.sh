@@ -34,7 +34,8 @@ cc -O2 -Wall -Wextra -pthread -static -o "$output/wire" "$sources/wire.c"
 # from where dpkg puts things: it knows nothing of them.
 mkdir -p "$output/nfs$tools/lib"
 # shellcheck disable=SC2046  # pkg-config prints several words
-cc -O2 -Wall -Wextra "-Wl,-rpath,$tools/lib" -o "$output/nfs$tools/nfs_mount" "$sources/nfs_mount.c" \
+cc -O2 -Wall -Wextra -Wno-unused-parameter "-Wl,-rpath,$tools/lib" \
+    -o "$output/nfs$tools/nfs_mount" "$sources/nfs_mount.c" \
     $(pkg-config --cflags --libs fuse3 libnfs)
 for library in libfuse3.so.3 libnfs.so.13 faketime/libfaketime.so.1; do
     cp --dereference "/usr/lib/x86_64-linux-gnu/$library" "$output/nfs$tools/lib/"

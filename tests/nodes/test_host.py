@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -10,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from jobs import REPOSITORY
 from mpitrain.errors import LaunchError
 from testbed import host
+from testbed.bed_record import BedRecord
+from testbed.controller import environment
 
 
 @pytest.mark.parametrize(("limit", "used", "num_nodes"), [(128, 0, 16), (128, 96, 4), (1024, 200, 64)])
@@ -55,3 +59,14 @@ def test_apt_waits_for_another_one_that_reads_the_package_lists(
         threading.Timer(2, other.stdin.close).start()
         host._apt(["update"])
         assert other.stdin.closed
+
+
+def test_the_controller_builds_the_checkout_with_the_hatchling_that_is_here(tmp_path: Path) -> None:
+    """Without a place from which pip could fetch another."""
+    pytest.importorskip("hatchling")
+    record = BedRecord(state=tmp_path, name="none", full=False, num_nodes=1, subnet="10.77.250", image="none")
+    env = environment(record, os.environ) | {"PIP_FIND_LINKS": str(tmp_path)}
+    line = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", f"--wheel-dir={tmp_path}", str(REPOSITORY)]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [path.name.partition("-")[0] for path in tmp_path.glob("*.whl")] == ["mpitrain"]

@@ -19,7 +19,7 @@ from .beds import new_name, traces
 
 pytestmark = pytest.mark.nightly
 SHARE = "/srv/share"
-# A little more than nfs_mount.c's KEPT_SECONDS.
+# A little more than nfs_mount.c's KEPT_FILE_SECONDS.
 KEPT_SECONDS = 3.2
 OPTIONS = "vers=4.2,hard,nconnect=4,noatime,nosuid,nodev,lookupcache=positive,_netdev"
 
@@ -128,6 +128,109 @@ def test_files_behave(share: Bed) -> None:
         cd ..; rm -r d; [ ! -e d ]
     """
     done(share, "node2", f"cat >/tmp/script <<'END'\n{script}END\nrunuser -u cluster -- sh -e /tmp/script")
+
+
+def calls(bed: Bed) -> int:
+    """How many calls node2 has sent on its connection: each is one segment, since none of those counted is long."""
+    return int(done(bed, "node2", "ss -tinH dport = :2049 | grep -o 'data_segs_out:[0-9]*' | cut -d: -f2"))
+
+
+def test_an_operation_is_about_one_call(share: Bed) -> None:
+    """Found by path from the root for every call, a file deep in a tree costs twenty; a real client asks thrice."""
+    folder, number = f"{SHARE}/deep/a/b/c/d/e", 100
+    write = (
+        f"mkdir -p {folder}; for i in $(seq {number}); do echo $i >{folder}/$i; done; chown -R cluster: {SHARE}/deep"
+    )
+    done(share, "node1", write)
+    done(share, "node2", f"ls {SHARE}")  # the mount
+    before = calls(share)
+    assert done(share, "node2", f"cd {folder}; seq {number} | runuser -u cluster -- xargs cat | wc -l") == f"{number}\n"
+    assert number <= calls(share) - before <= 3 * number + 50  # to look up, to look up at open if that is late, to read
+    before = calls(share)
+    done(share, "node2", f"ls -R {SHARE}/deep | wc -l; find {SHARE}/deep -type f | wc -l")
+    assert calls(share) - before <= 50  # not one for each file
+
+
+def test_what_another_node_has_appended_is_not_overwritten(share: Bed) -> None:
+    path = f"{SHARE}/log"
+    done(share, "node1", f"echo 1 >{path}; chown cluster: {path}")
+    for number in (2, 4, 6):  # each at once after the other's, within the time for which attributes are kept
+        done(share, "node2", f"runuser -u cluster -- sh -c 'cat {path} >/dev/null; echo {number} >>{path}'")
+        done(share, "node1", f"echo {number + 1} >>{path}")
+    assert done(share, "node2", f"runuser -u cluster -- cat {path}").split() == list("1234567")
+
+
+GROWING = """
+import sys, time
+deadline = time.monotonic() + 5
+with open(sys.argv[1], "w") as file:
+    while time.monotonic() < deadline:
+        print("line", file=file, flush=True)
+"""
+FOLLOWING = """
+import sys, time
+deadline = time.monotonic() + 3
+most = 0
+while time.monotonic() < deadline:
+    with open(sys.argv[1]) as file, open(sys.argv[1], "a"):
+        size = len(file.read())
+        assert size >= most, (size, most)
+        most = size
+print(most)
+"""
+
+
+def test_a_file_that_grows_all_the_time_can_be_opened(share: Bed) -> None:
+    path = f"{SHARE}/growing"
+    done(share, "node1", f"echo line >{path}; chmod 666 {path}")
+    with ThreadPoolExecutor() as pool:
+        writing = pool.submit(done, share, "node1", f"python3 - {path} <<'END'\n{GROWING}END\n")
+        assert int(done(share, "node2", f"python3 - {path} <<'END'\n{FOLLOWING}END\n")) > 100
+        writing.result()
+
+
+def test_the_server_decides_when_a_file_is_opened(share: Bed) -> None:
+    """Root is nobody for the server, although the kernel would let it open everything."""
+    path = f"{SHARE}/private"
+    done(share, "node1", f"echo secret >{path}; chown cluster: {path}; chmod 600 {path}")
+    attempt = f"import os\ntry:\n    os.open('{path}', os.O_RDWR)\nexcept PermissionError:\n    print('refused')"
+    run = f'python3 -c "{attempt}"'
+    assert done(share, "node2", run) == "refused\n"
+    assert done(share, "node2", f"runuser -u cluster -- {run}; runuser -u cluster -- cat {path}") == "secret\n"
+
+
+def test_an_open_file_is_read_under_its_new_name(share: Bed) -> None:
+    script = f"cd {SHARE}; exec 3>old; echo 1 >&3; mv old new; echo 2 >&3; cat /proc/self/fd/3; cat new; rm new"
+    assert done(share, "node2", f"runuser -u cluster -- sh -ec '{script}'").split() == list("1212")
+
+
+def test_a_soft_mount_gives_up_after_its_patience_and_goes_on_later(share: Bed) -> None:
+    where = f"{share.address('node1')}:{SHARE}"
+    done(share, "node2", f"mkdir -p /mnt/soft; mount -t nfs -o soft,timeo=10,retrans=2 {where} /mnt/soft")
+    done(share, "node1", f"echo there >{SHARE}/patience")
+    share.cut("node1")
+    try:
+        failed = share.node_run("node2", ["cat", "/mnt/soft/patience"], timeout_seconds=100)
+        assert (failed.returncode, "Input/output error" in failed.stderr) == (1, True), failed.stderr
+    finally:
+        share.heal("node1")
+    for _ in range(100):
+        if code(share, "node2", "cat /mnt/soft/patience") == 0:
+            break
+        time.sleep(0.5)
+    assert done(share, "node2", "cat /mnt/soft/patience; umount /mnt/soft") == "there\n"
+
+
+def test_calls_that_wait_are_answered_when_the_server_has_started_again(share: Bed) -> None:
+    """Several at once, which all wait on one connection."""
+    done(share, "node1", "systemctl stop nfs-server")
+    script = f'for i in 1 2 3 4 5; do runuser -u cluster -- sh -c "echo $i >{SHARE}/w$i" & done; wait; cat {SHARE}/w?'
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(done, share, "node2", script)
+        time.sleep(2)
+        assert not waiting.done()
+        done(share, "node1", "systemctl start nfs-server")
+        assert waiting.result().split() == list("12345")
 
 
 def test_a_hard_mount_waits_for_its_server_and_can_be_killed(share: Bed) -> None:
