@@ -72,21 +72,33 @@ def run(arguments: argparse.Namespace) -> int:
         for one in kept
         if one.is_lost and arguments.job in (None, *one.estate["tries"]) and running.isdisjoint(one.estate["tries"])
     ]
-    if arguments.job is not None and not shown and not lost:
+    waiting = [
+        one
+        for one in kept
+        if one.is_launched and one.estate.get("waits") and running.isdisjoint(one.estate["tries"])
+        if arguments.job in (None, *one.estate["tries"])
+    ]
+    if arguments.job is not None and not (shown or lost or waiting):
         known = ", ".join(job.token for job in jobs) or "none"
         problems.append(f"there is no job {arguments.job} of yours on {', '.join(hosts)}; running: {known}")
     problems += wrong.values()
     if arguments.json:
-        print_object({**_document(shown, lost, hosts), "problems": problems})
+        print_object({**_document(shown, lost, waiting, hosts), "problems": problems})
     else:
-        _print(shown, lost, hosts, arguments.job, is_complete=not problems)
+        _print(shown, lost, waiting, hosts, arguments.job, is_complete=not problems)
     for line in problems:
         print(f"mpitrain ps: {line}", file=sys.stderr)
     return int(bool(problems))
 
 
 def _print(
-    shown: Sequence[RunningJob], lost: Sequence[KeptJob], hosts: Sequence[str], job_id: str | None, *, is_complete: bool
+    shown: Sequence[RunningJob],
+    lost: Sequence[KeptJob],
+    waiting: Sequence[KeptJob],
+    hosts: Sequence[str],
+    job_id: str | None,
+    *,
+    is_complete: bool,
 ) -> None:
     """Print the table; of one job also all metrics, and the workers of its server."""
     from mpitrain.cli.workers_table import lines_of
@@ -96,9 +108,9 @@ def _print(
         (job.token, _time(job.since), job.state(hosts), job.step(), _cut(job.metrics()), job.where(), job.script)
         for job in shown
     ]
-    for one in lost:
+    for one in (*lost, *waiting):
         until = time.strftime("%H:%M:%S", time.localtime(one.until_ms / 1000))
-        state = f"kept until {until}: mpitrain resume {one.token}"
+        state = _waits(one) or f"kept until {until}: mpitrain resume {one.token}"
         where = f"none, its state on {', '.join(one.keepers)}"
         since, script = _time(one.estate["since"]), " ".join(one.estate["request"]["program"])
         rows.append((one.token, since, state, str(one.step or "-"), "-", where, script))
@@ -123,7 +135,14 @@ def _fitting(rows: Sequence[tuple[str, ...]], columns: int | None) -> str:
     return cut(lines, sys.stdout)
 
 
-def _document(shown: Iterable[RunningJob], lost: Iterable[KeptJob], hosts: Sequence[str]) -> dict[str, Any]:
+def _waits(one: KeptJob) -> str:
+    """Return the state of a job that has no ranks, because it waits for hosts; "": it does not."""
+    return f"waits for {one.estate['waits']}" if one.is_launched and one.estate.get("waits") else ""
+
+
+def _document(
+    shown: Iterable[RunningJob], lost: Iterable[KeptJob], waiting: Iterable[KeptJob], hosts: Sequence[str]
+) -> dict[str, Any]:
     """Return what --json prints: times are in seconds since the epoch, ranks are by host."""
     from mpitrain.launch.live_picture import facts_of
 
@@ -148,6 +167,22 @@ def _document(shown: Iterable[RunningJob], lost: Iterable[KeptJob], hosts: Seque
                 "server": dict(job.served),
             }
         )
+    running += [
+        {
+            "job": one.token,
+            "since": one.estate["since"],
+            "state": _waits(one),
+            "step": one.step,
+            "metrics": {},
+            "ranks": {},
+            "facts": {},
+            "processes": {},
+            "launcher": one.estate["own"],
+            "script": " ".join(one.estate["request"]["program"]),
+            "server": {},
+        }
+        for one in waiting
+    ]
     kept = [
         {
             "job": one.token,

@@ -20,7 +20,7 @@ from mpitrain.launch.processes import launcher_pid
 from mpitrain.training.run_document import DONE, LEFT, RunDocument
 from mpitrain.training.writers.json_lines import plain_number
 
-# The states that the page shows, besides those of a live job: starts, trains, restarts, ends.
+# The states that the page shows, besides those of a live job: starts, trains, restarts, waits, ends.
 TRAINS, DONE_STATE, FAILED, LOST, STALLED, UNKNOWN = "trains", "done", "failed", "lost", "stalled", "unknown"
 PAUSED = "paused"
 # A run that may be on another host counts as running while its record is so young.

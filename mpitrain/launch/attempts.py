@@ -1,44 +1,31 @@
 """The attempts of a job, here or over several hosts, one after the other, and how each lets itself be watched.
 
-On this machine alone there is nothing to compare, and one agent without ssh. Over hosts, the next attempt is prepared
-while the present one trains. A restart would otherwise spend most of its time on facts, and on the logins of mpiexec.
-The facts are asked when the present attempt has made its first step. At the restart only the folders are looked at
-again, because a share may be lost. If the code has changed meanwhile, the ranks may fail before their first step; the
-attempt after that has nothing prepared, and asks anew.
+Over hosts, the next attempt is prepared while the present one trains. A restart would otherwise spend most of its time
+on facts, and on the logins of mpiexec. The facts are asked when the present attempt has made its first step. At the
+restart only the folders are looked at again, because a share may be lost. If the code has changed meanwhile, the ranks
+may fail before their first step; the attempt after that has nothing prepared, and asks anew.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from mpitrain.errors import ConfigError, LaunchError
-from mpitrain.launch import torchrun
-from mpitrain.launch.agents import Agents
-from mpitrain.launch.dialects import JobSpec, command_for
+from mpitrain.launch.dialects import JobSpec
 from mpitrain.launch.ending import Ended
-from mpitrain.launch.facts import devices
 from mpitrain.launch.holders import Holders
+from mpitrain.launch.job_here import JobHere
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.live import Live
 from mpitrain.launch.live_picture import add_printed, of_ranks
 from mpitrain.launch.log import KEPT
-from mpitrain.launch.orders import Orders
 from mpitrain.launch.over_hosts import JobOverHosts
-from mpitrain.launch.rank import command_of
+from mpitrain.launch.prepared_job import PreparedJob
 from mpitrain.launch.roster import served
-from mpitrain.launch.run import Run
 from mpitrain.launch.trouble import SILENCE_SECONDS
-from mpitrain.launch.variables import absent
 from mpitrain.launch.watch import AttemptOnHosts
-from mpitrain.launch.watched import WatchedJob, identified
 from mpitrain.watching.hang_report import SEEN_ONLY
 
 # A load is reported every second; an older one is of a time without watchers, or of a silent host.
@@ -97,74 +84,6 @@ class LiveAttempt:
                 entry["since"] = round(now - since, 1)
 
 
-def show_here(job: JobSpec, from_file: Mapping[str, str]) -> None:
-    """Print the command. The arguments are those of run_here."""
-    _refuse_absent(from_file)
-    print(command_for(job, os.environ))
-
-
-def run_here(
-    agents: Agents,
-    job: JobSpec,
-    from_file: Mapping[str, str],
-    keepers: Keepers | None,
-    holders: Holders | None,
-    live: Live,
-    orders: Orders,
-    meanwhile: Callable[[], None],
-) -> Ended:
-    """Start the job and wait for its end.
-
-    Args:
-        agents: of the job; the one here is all that is needed.
-        job: what to start.
-        from_file: variables of --env-file, already set; the devices that they name must exist.
-        keepers: of the job; None: it is not started again.
-        holders: of the warm interpreters that fork the ranks of later attempts; None: the job is not started again.
-        live: lets others watch the job.
-        orders: the commands that users send to the job.
-        meanwhile: is called some times a second while the job runs.
-
-    Raises:
-        LaunchError: the job cannot be started.
-    """
-    _refuse_absent(from_file)
-    own, context = job.placement.own, identified(job.context, Path(tempfile.gettempdir()))
-    wish: dict[str, Any] = {"token": context.job, "roll_call": context.roll_call, "peers": {}}
-    wish["port"] = torchrun.wanted_port(os.environ)
-    wish["num_worker_ports"] = job.placement.num_ranks if context.tf_config else 0
-    if keepers is not None:
-        keepers.begin([own], context.job)
-    if holders is not None:
-        holders.begin()
-    with AttemptOnHosts(agents, [own], {own: wish}, keepers) as attempt:
-        facts = attempt.facts()
-        if keepers is not None:
-            keepers.settle()
-        watched = WatchedJob(
-            job.placement.places,
-            attempt,
-            Path(context.roll_call),
-            start_seconds=0.0,
-            recovers=bool(context.recover),
-            holders=holders,
-            orders=orders,
-        )
-        # With mpiexec, each rank makes itself known before it becomes the program, which may end before init().
-        program = job.program
-        if job.mpiexec is not None:
-            program = command_of("{}", job.program) if holders is None else holders.command()
-        with live.showing(context.job, LiveAttempt(job, attempt)):
-            added = torchrun.of_job(replace(job, context=context), facts, os.environ)
-            job = replace(job, context=context, program=program, variables={**job.variables, **added})
-            return Run(job, watched).to_end(meanwhile)
-
-
-def _refuse_absent(from_file: Mapping[str, str]) -> None:
-    if missing := absent(from_file, devices()):
-        raise LaunchError(f"the file of variables does not fit this machine: {missing[0]}, which does not exist here")
-
-
 # Facts that are being asked for when they are needed without some hosts: it may be one of these that does not answer.
 _FACTS_SECONDS = 2.0
 # To ask the same hosts anew would take longer.
@@ -176,7 +95,8 @@ class Attempts:
 
     def __init__(
         self,
-        make: Callable[[ExitStack, JobSpec], JobOverHosts],
+        make_here: Callable[[ExitStack, JobSpec], JobHere],
+        make_over_hosts: Callable[[ExitStack, JobSpec], JobOverHosts],
         keepers: Keepers | None,
         holders: Holders | None,
         live: Live,
@@ -184,16 +104,16 @@ class Attempts:
         """Nothing is started yet.
 
         Args:
-            make: returns a job before its start; what it opens is closed with the stack.
+            make_here: returns a job on this machine alone before its start; what it opens is closed with the stack.
+            make_over_hosts: the same, over several hosts.
             keepers: of the job; None: it is not started again.
             holders: of the warm interpreters that fork the ranks of later attempts; None: the job is not started again.
             live: lets others watch the job.
         """
-        self._make, self._keepers, self._holders, self._live = make, keepers, holders, live
-        self._stack = ExitStack()
-        self._next: JobOverHosts | None = None
-        self._thread: threading.Thread | None = None
-        self._has_begun = self._has_facts = self._has_ways = False
+        self._make_here, self._make_over_hosts = make_here, make_over_hosts
+        self._keepers, self._holders, self._live = keepers, holders, live
+        self._next: PreparedJob | None = None
+        self._has_begun = self._has_ways = False
 
     def __enter__(self) -> Attempts:
         return self
@@ -209,7 +129,8 @@ class Attempts:
         """
         with ExitStack() as stack:
             prepared = self._take(stack, job)
-            new = prepared or self._make(stack, job)
+            make = self._make_here if job.placement.is_here else self._make_over_hosts
+            new = prepared or make(stack, job)
             if prepared is None:
                 new.connect(self._keepers)
                 new.ask()
@@ -233,7 +154,7 @@ class Attempts:
         stack.enter_context(self._live.showing(job.job.context.job, LiveAttempt(job.job, job.attempt)))
         return self._looking(job, meanwhile)
 
-    def _looking(self, job: JobOverHosts, meanwhile: Callable[[], None]) -> Callable[[], None]:
+    def _looking(self, job: JobHere | JobOverHosts, meanwhile: Callable[[], None]) -> Callable[[], None]:
         def look() -> None:
             self._look(job)
             meanwhile()
@@ -242,56 +163,42 @@ class Attempts:
 
     def forget(self) -> None:
         """Drop what is prepared."""
-        self._stack.close()
-        if self._thread is not None:
-            self._thread.join()  # a wait for facts ends soon after its attempt has been left
-        self._next = self._thread = None
+        prepared, self._next = self._next, None
         self._has_begun = False
+        if prepared is not None:
+            prepared.close()
 
-    def _look(self, present: JobOverHosts) -> None:
-        """Prepare the next attempt when the present one has made a step."""
+    def _look(self, present: JobHere | JobOverHosts) -> None:
+        """Prepare the next attempt when the present one has made a step. On this machine alone, it starts at once."""
+        if isinstance(present, JobHere):
+            return
         if self._has_begun or self._keepers is None:
             self._open_ways()
             return
         if not any(record.step > record.first_step for record in present.attempt.records().values()):
             return
-        try:
-            self._next = self._make(self._stack, present.job)
-            self._next.connect(None, is_idle=True)
-        except (ConfigError, LaunchError, OSError):  # the next attempt will report it
+        self._next = PreparedJob(lambda stack: self._make_over_hosts(stack, present.job), is_idle=True)
+        if self._next.error is not None:  # the next attempt will report it
             self.forget()
-        else:
-            self._has_facts = self._has_ways = False
-            self._thread = threading.Thread(target=self._ask, args=(self._next,), name="next attempt", daemon=True)
-            self._thread.start()
-        self._has_begun = True
+        self._has_begun, self._has_ways = True, False
 
     def _open_ways(self) -> None:
         """When the agents of the next attempt have logged in, log in for its mpiexec."""
-        if self._next is None or self._has_ways or not self._has_facts:
+        prepared = self._next
+        if prepared is None or self._has_ways or not prepared.is_done() or prepared.error is not None:
             return
         self._has_ways = True
         with suppress(OSError):  # mpiexec logs in as always
-            self._next.open_ways()
-
-    def _ask(self, job: JobOverHosts) -> None:
-        try:
-            job.ask()
-            job.attempt.keep()
-        except Exception:  # whatever it is: the next attempt asks anew, and reports it
-            return
-        self._has_facts = True
+            prepared.job.open_ways()
 
     def _take(self, stack: ExitStack, job: JobSpec) -> JobOverHosts | None:
         """Return `job` with agents and facts, if they are prepared and fit; they are closed with `stack`."""
-        taken = self._next
-        if taken is not None and self._thread is not None:
-            is_whole = job.placement.hosts == taken.job.placement.hosts
-            self._thread.join(_FACTS_SECONDS_OF_ALL if is_whole else _FACTS_SECONDS)
-            if not self._thread.is_alive() and self._has_facts and taken.becomes(job):
-                stack.enter_context(self._stack.pop_all())
-                self._next = self._thread = None
-        if self._next is not None:
-            taken = None
+        prepared, taken = self._next, None
+        if prepared is not None and not job.placement.is_here:
+            is_whole = job.placement.hosts == prepared.job.job.placement.hosts
+            is_done = prepared.is_done(_FACTS_SECONDS_OF_ALL if is_whole else _FACTS_SECONDS)
+            if is_done and prepared.error is None and prepared.job.becomes(job):
+                stack.enter_context(prepared.stack.pop_all())
+                taken = prepared.job
         self.forget()
         return taken

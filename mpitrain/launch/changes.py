@@ -44,6 +44,8 @@ Next = tuple[JobState, list[Action]]
 
 def why_not(state: JobState) -> str:
     """Return why the hosts of the job cannot change now; "": they can."""
+    if state.waiting is not None:
+        return "the job waits for hosts that were lost, and hosts can only join it now: `mpitrain scale JOB +HOST`"
     if not state.is_running:
         return _STARTS
     if state.change is not None:
@@ -63,6 +65,11 @@ def why_not(state: JobState) -> str:
 def is_open(state: JobState) -> bool:
     """True if an elastic job may change its hosts now by itself."""
     return state.is_elastic and not state.is_ending and not why_not(state)
+
+
+def reads_inventory(state: JobState) -> bool:
+    """True if what the inventory has may matter now."""
+    return is_open(state) or (state.is_elastic and state.waiting is not None)
 
 
 def leave_asked(state: JobState, event: events.LeaveAsked) -> Next:

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch.batch import step_on
-from mpitrain.launch.processes import end_with_parent
+from mpitrain.launch.processes import start_child
 from mpitrain.reading import MessageLines
 
 # ssh asks no questions and shares no other connection. The user's own settings say which host keys are valid. No
@@ -273,16 +273,11 @@ def boot(
     """
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the connection
     # The kernel would watch over the thread that forks, so it must be the main one.
-    is_main = threading.current_thread() is threading.main_thread()
+    is_watched = ends_with_us and threading.current_thread() is threading.main_thread()
+    how: dict[str, Any] = {} if is_watched else {"preexec_fn": None}
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
-            preexec_fn=end_with_parent() if ends_with_us and is_main else None,  # noqa: PLW1509
-            pass_fds=descriptors,
+        process = start_child(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, pass_fds=descriptors, **how
         )
     except FileNotFoundError:
         raise LaunchError(

@@ -98,6 +98,15 @@ class Outside:
 
 
 @dataclass(frozen=True)
+class LostWait:
+    """A wait, without an attempt, for hosts that were just lost: too few are left."""
+
+    present: frozenset[str]  # the hosts that can take part
+    until: float
+    asked: float  # when the others were asked last whether they answer
+
+
+@dataclass(frozen=True)
 class JobState:
     """What is known of a job and its hosts, from its start to its end."""
 
@@ -123,6 +132,9 @@ class JobState:
     told: Mapping[str, int] = field(default_factory=dict)  # hosts that must leave: SIGTERM has told this rank to end
     heeded: frozenset[int] = frozenset()  # the ranks of this attempt of which that is known
     outside: Outside = field(default_factory=Outside)
+    waiting: LostWait | None = None  # too few hosts are left, and the job waits for others
+    wait_until: float | None = None  # when waits since the last step that was made end; None: there was none
+    saved_code: int = 0  # of a job that was told to save and to end; 0: that of its last failure
 
     @property
     def is_elastic(self) -> bool:
@@ -259,6 +271,19 @@ class Answered(Event):
 
 
 @dataclass(frozen=True)
+class Waited(Event):
+    """The job still waits for hosts. This comes some times a second."""
+
+
+@dataclass(frozen=True)
+class StopAsked(Event):
+    """Somebody asks a job that waits for hosts to save its state and to end, with this exit code; 0: that of the
+    failure."""
+
+    code: int = 0
+
+
+@dataclass(frozen=True)
 class Action:
     """An action to be taken."""
 
@@ -270,6 +295,11 @@ class Start(Action):
     hosts: Placement
     pause: Pause | None
     takes_over: bool  # it was prepared
+
+
+@dataclass(frozen=True)
+class Wait(Action):
+    """No attempt follows now: send `Waited` until something else does."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 from mpitrain.facts import addresses, patience, rdma_devices
 from mpitrain.facts import routes as routes_of
-from mpitrain.launch.processes import end_with_parent
+from mpitrain.launch.processes import start_child
 from mpitrain.reading import MessageLines
 
 # For PyTorch's store and JAX's coordinator.
@@ -168,16 +168,8 @@ def _ip_json(arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def _start(command: list[str], **settings: Any) -> subprocess.Popen[bytes] | None:
-    settings = {"stderr": subprocess.DEVNULL, **settings}
     try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=end_with_parent(),  # noqa: PLW1509 (in the main thread; no thread holds a lock that it takes)
-            **settings,
-        )
+        return start_child(command, **{"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, **settings})
     except OSError:
         return None
 

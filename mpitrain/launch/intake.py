@@ -17,7 +17,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.launch.connections import command_on
 from mpitrain.launch.events import Event, Listed
 from mpitrain.launch.log import say
-from mpitrain.launch.processes import STARTING, end_with_parent, left_out
+from mpitrain.launch.processes import start_beside
 
 # ssh gives up by itself after 10 s without an answer. A frozen host accepts the connection, but sends nothing.
 _LOGIN_SECONDS = 20.0
@@ -34,17 +34,9 @@ def that_let_in(hosts: Iterable[str], stop: threading.Event) -> set[str]:
     asked: dict[str, subprocess.Popen[bytes]] = {}
     with ExitStack() as stack:
         for host in hosts:
-            with STARTING:
-                asked[host] = subprocess.Popen(
-                    command_on(host, "true"),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
-                    # The kernel watches over the thread that forks: this one, which lives as long as the launcher.
-                    preexec_fn=end_with_parent(),  # noqa: PLW1509 (no thread holds a lock that it takes)
-                )
-                stack.enter_context(left_out({asked[host].pid}))
+            asked[host] = start_beside(
+                stack, command_on(host, "true"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
             stack.callback(_end, asked[host])
         while any(process.poll() is None for process in asked.values()) and time.monotonic() < deadline:
             if stop.wait(_LOGIN_LOOK_SECONDS):

@@ -13,6 +13,7 @@ Keepers hold the estate too, as JSON: what a launcher leaves to another one that
     places       hosts, each with its number of ranks and its devices, also those that are set aside
     own          the host of the launcher                   is_here      the job runs on that host alone
     ended        why the launcher has ended the job, and left its state to another one; "": it has not
+    waits        for which hosts it waits, and until when, in words; "": it does not wait
 
 A secret in the environment is as safe with a keeper as in a rank: only processes of the same user can read it.
 """
@@ -53,6 +54,7 @@ def new_estate(request: Mapping[str, Any], script: str, from_file: Mapping[str, 
         "launcher": launcher_name(os.getpid()),
         "tries": [],
         "ended": "",
+        "waits": "",
     }
 
 
@@ -224,6 +226,12 @@ class Keepers:
 
     def _now(self) -> dict[str, Any]:
         return {"wish": self.wish, "of": self.of, **({"estate": self.estate} if self.estate else {})}
+
+    def wait_for(self, hosts: str) -> None:
+        """No attempt runs: the job waits for hosts, in words; "": it does not. Others hear so from the keepers."""
+        if self.estate:
+            self.estate["waits"] = hosts
+            self._tell(self._now())
 
     def take_over(self, hosts: Sequence[str], of: str) -> None:
         """The try `of` has begun to train, on these hosts, beside the one before."""

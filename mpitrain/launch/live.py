@@ -67,6 +67,7 @@ class Live:
 
     Attributes:
         why: how the job has ended, and of a failure why; "": it has not ended.
+        waits_for: returns for which hosts the job waits without an attempt, in words; "": it does not wait.
     """
 
     def __init__(self, script: str, arguments: Sequence[str], since: float) -> None:
@@ -84,6 +85,7 @@ class Live:
         self._record: str | None = None  # the folder of the record of the newest try that has one
         self._ended: dict[str, Any] | None = None
         self.why = ""
+        self.waits_for: Callable[[], str] = lambda: ""
         self._watchers: set[LiveWatcher] = set()
         self._tell: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
         self._tellers: list[threading.Thread] = []
@@ -323,6 +325,8 @@ class Live:
 
     def _state(self, picture: Mapping[str, Any], *, is_there: bool) -> str:
         ranks = picture.get("ranks", ())
+        if self._ended is None and self.waits_for():
+            return "waits"
         if self._ended is not None or is_over(ranks):
             return "ends"
         if is_there and any(entry["step"] for entry in ranks):

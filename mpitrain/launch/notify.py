@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from mpitrain.errors import ConfigError
 from mpitrain.launch.live import Live
 from mpitrain.launch.log import say
-from mpitrain.launch.processes import STARTING, end_with_parent, left_out
+from mpitrain.launch.processes import start_beside
 from mpitrain.launch.time_limit import EXIT_CODE
 from mpitrain.watching.hang_report import NO_PROGRESS
 
@@ -199,16 +199,8 @@ def _run(command: str, body: bytes) -> str:
             tempfile.TemporaryFile()
         )  # a pipe may be held open by what the command has started
         try:
-            with STARTING:
-                process = subprocess.Popen(
-                    shlex.split(command),
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
-                    preexec_fn=end_with_parent(),  # noqa: PLW1509 (no thread holds a lock that it takes)
-                )
-                stack.enter_context(left_out({process.pid}))
+            how = {"stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.STDOUT}
+            process = start_beside(stack, shlex.split(command), **how)
         except OSError as error:
             return str(error.strerror)
         try:

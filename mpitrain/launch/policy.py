@@ -6,22 +6,23 @@
       │  │                                         └─> none: say why; End with the code of the last failure
       └──┴─> Left: the hosts have changed (changes.py): Start
 
-If too few hosts are left after a failure, the job starts once more on these, only to save its state. No step is made:
-another part of a broken network may still make the next one, and what is saved must not be ahead of it. If nothing can
-be saved, the keepers keep the state for another launcher.
+If too few hosts are left after a failure, and some were lost just now, the job waits for these (lost_wait.py). If they
+do not come back, it starts once more on those that are left, only to save its state. No step is made: another part of a
+broken network may still make the next one, and what is saved must not be ahead of it. If nothing can be saved, the
+keepers keep the state for another launcher.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from mpitrain.launch import changes, events
+from mpitrain.launch import changes, events, lost_wait
 from mpitrain.launch.events import Action, Change, End, Event, FailedAttempt, JobState, Limits, Pause, Say, Start
 from mpitrain.launch.kept import STAYS
 from mpitrain.launch.placement import Placement
-from mpitrain.launch.where import judge
+from mpitrain.launch.where import Verdict, judge
 
 Next = tuple[JobState, list[Action]]
 
@@ -50,13 +51,24 @@ def next(state: JobState, event: Event) -> Next:
         case events.Done():
             state, actions = _done(state, event, change)
         case events.Interrupted():
-            state, actions = _end(state, event.code, "a signal to the launcher")
+            says = ["a signal ends the job, which waited for lost hosts"] if state.waiting is not None else []
+            state, actions = _end(replace(state, waiting=None), event.code, "a signal to the launcher", *says)
         case events.Failed():
             state, actions = _failed(state, event, change)
         case events.Left():
             state, actions = _left(state, event, change, takes_over=takes_over)
         case events.NotStarted():
             state, actions = _not_started(state, event, change)
+        case events.Waited() | events.StopAsked() | events.JoinAsked() | events.Fit() | events.Answered() if (
+            state.waiting is not None
+        ):
+            state, actions, why = lost_wait.next(state, event)
+            state, more = _after_wait(state, event.at, why)
+            actions = [*actions, *more]
+        case events.Waited():
+            actions = []
+        case events.StopAsked():
+            actions = [events.Reply("it does not wait for hosts")]
         case events.RanksSaid():
             state, actions = changes.ranks_said(state, event)
         case events.Ready():
@@ -124,6 +136,8 @@ def _failed(state: JobState, event: events.Failed, change: Change | None) -> Nex
         failures=(*state.failures, failure),
         has_trained=state.has_trained or failure.step is not None,
         pause=Pause(failure.cause, failure.step, failure.failed_at),
+        # One that loses its hosts before it has made a step waits no longer for them than the one before.
+        wait_until=None if failure.step is not None or not state.limits.counts_steps else state.wait_until,
     )
     return _start_again(state, event.at, account, failure.lost, change)
 
@@ -132,11 +146,13 @@ def _left(state: JobState, event: events.Left, change: Change | None, *, takes_o
     """All ranks have ended after a step, so that the hosts can change, or because it is saved."""
     told = {state.now_on.host_of(rank): rank for rank in event.told if rank not in state.heeded}
     holders, told = frozenset(state.now_on.hosts), {**state.told, **told}
-    state = replace(state, told=told, has_trained=True, has_checkpoint=True, holders=holders, joining=None)
+    state = replace(
+        state, told=told, has_trained=True, has_checkpoint=True, holders=holders, joining=None, wait_until=None
+    )
     after = f"after step {event.step}"
     if state.saves_for:
         says = f"{state.saves_for}: the job has ended {after}, which is saved"
-        return _end(state, _code(state), state.saves_for, says)
+        return _end(state, state.saved_code or _code(state), state.saves_for, says)
     if change is None:  # it was dropped at that moment
         state = replace(state, pause=Pause("the ranks had left", event.step + 1, event.since))
         return _start(state, f"the ranks had left {after}; starting again on {_where(state)}")
@@ -177,25 +193,51 @@ def _not_started(state: JobState, event: events.NotStarted, change: Change | Non
         absent=(*state.absent, *((event.at, host) for host in away)),
         holders=state.holders - set(away),
     )
-    return _start_again(state, event.at, account, away, change)
+    # The job has given up the hosts that do not take part in an attempt that only saves.
+    silent = set(state.hosts.hosts) - set(state.now_on.hosts) if saves_for else set[str]()
+    return _start_again(state, event.at, account, away, change, silent)
 
 
-def _start_again(state: JobState, now: float, account: str, away: Sequence[str], change: Change | None) -> Next:
+def _start_again(
+    state: JobState,
+    now: float,
+    account: str,
+    away: Sequence[str],
+    change: Change | None,
+    silent: Set[str] = frozenset(),
+) -> Next:
     """Choose where to start after a failure, without the hosts that are away, and name it after the account."""
     hosts = (state.hosts if change is None else change.hosts).without(state.outside.dropped)
     if state.holders and not state.holders.intersection(hosts.hosts):
         hosts = state.hosts  # who was to leave has what no other host has any more
     state = replace(changes.changed(state, hosts), joining=None)
-    verdict = judge(state, now, set(state.now_on.hosts) - set(away))
+    present = frozenset(state.now_on.hosts) - set(away)
+    return _follow(state, now, judge(state, now, present, silent), account, present)
+
+
+def _follow(state: JobState, now: float, verdict: Verdict, account: str, present: frozenset[str]) -> Next:
+    """Do what the verdict says, and name it after the account. `present` are the hosts that can take part for sure."""
     again = " again" if state.pause is not None else ""
     if verdict.hosts:
-        state = replace(state, saves_for="", now_on=_only(hosts, verdict.hosts))
+        state = replace(state, saves_for="", now_on=_only(state.hosts, verdict.hosts))
         return _start(state, *_lines(account, f"starting{again} on {_follows(state)}"))
+    if lost_wait.is_useful(state, now, verdict):
+        state, follows = lost_wait.begin(state, now, verdict, present)
+        return state, [*map(Say, _lines(account, follows)), events.Wait()]
     if verdict.left and state.has_trained:
-        state = replace(state, saves_for=verdict.reason, now_on=_only(hosts, verdict.left))
+        state = replace(state, saves_for=verdict.reason, now_on=_only(state.hosts, verdict.left))
         follows = f"{verdict.reason}. Starting again on {', '.join(verdict.left)} only to save the state"
         return _start(state, *_lines(account, follows))
     return _end(state, _code(state), account, *_lines(account, f"not started{again}: {verdict.reason}"))
+
+
+def _after_wait(state: JobState, now: float, why: str) -> Next:
+    """A wait for lost hosts continues, or is over for this reason."""
+    if not why:
+        return state, []
+    present = lost_wait.present(state)
+    verdict = judge(state, now, present, set(state.hosts.hosts) - present)
+    return _follow(replace(state, waiting=None), now, verdict, why, present)
 
 
 def _start(state: JobState, *says: str, takes_over: bool = False) -> Next:

@@ -15,12 +15,14 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from mpitrain.context import JOB
 from mpitrain.reading import whole
@@ -141,17 +143,25 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_with_parent() -> Callable[[], None]:
-    """Return what a child runs before exec, so that it gets SIGTERM when this process dies, even by SIGKILL."""
+def start_child(command: Sequence[str], **settings: Any) -> subprocess.Popen[bytes]:
+    """Start a program that reads nothing and gets SIGTERM when this process dies, even by SIGKILL.
+
+    Call this in a thread that lives as long as the program may: the kernel watches over the thread. `settings` are
+    those of Popen. A terminal's Ctrl-C reaches this process only.
+
+    Raises:
+        OSError: it cannot be started.
+    """
     parent = os.getpid()
     prctl = ctypes.CDLL(None).prctl  # looked up here, because only the call is safe between fork and exec
 
-    def in_child() -> None:
+    def in_child() -> None:  # no thread holds a lock that it takes
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:  # the parent died in between
             os._exit(1)
 
-    return in_child
+    how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": in_child}
+    return subprocess.Popen(command, **{**how, **settings})
 
 
 def end_with_agent(limit: tuple[int, int]) -> Callable[[], None]:
@@ -185,6 +195,14 @@ def left_out(pids: set[int]) -> Iterator[None]:
         yield
     finally:
         _left_out.difference_update(pids)
+
+
+def start_beside(stack: contextlib.ExitStack, command: Sequence[str], **settings: Any) -> subprocess.Popen[bytes]:
+    """Start a program as start_child does, which is none of a job until the end of the `stack`. Any thread may call."""
+    with STARTING:
+        process = start_child(command, **settings)
+        stack.enter_context(left_out({process.pid}))
+    return process
 
 
 def alive_below(not_ours: set[int], job: str = "") -> set[int]:

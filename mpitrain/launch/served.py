@@ -23,7 +23,7 @@ from mpitrain.config import KEY
 from mpitrain.context import PREFIX, JobContext, ServeTask
 from mpitrain.errors import LaunchError
 from mpitrain.launch.facts import environment
-from mpitrain.launch.processes import end_with_parent
+from mpitrain.launch.processes import start_child
 from mpitrain.reading import parsed
 
 # Nobody waits for this process, so it need not give up on a busy machine.
@@ -139,15 +139,7 @@ def show_sizes(program: Sequence[str], names: Sequence[str]) -> None:
 def _run_to_trainer(command: Sequence[str], context: JobContext, descriptor: int) -> str:
     """Return how the script has ended, in words. Its processes end with it. What it prints goes to stderr."""
     try:
-        process = subprocess.Popen(
-            command,
-            env=variables(context),
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            start_new_session=True,
-            pass_fds=[descriptor],
-            preexec_fn=end_with_parent(),  # noqa: PLW1509 (in the main thread, and no thread holds a lock)
-        )
+        process = start_child(command, env=variables(context), stdout=sys.stderr, pass_fds=[descriptor])
     except OSError as error:
         raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
     try:

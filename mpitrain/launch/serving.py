@@ -29,7 +29,7 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch import over_hosts
 from mpitrain.launch.connections import Connection, connect
 from mpitrain.launch.placement import Place, Placement
-from mpitrain.launch.processes import end_with_parent
+from mpitrain.launch.processes import start_child
 from mpitrain.launch.roster import served
 from mpitrain.launch.served import how_ended, say, show_sizes, variables
 from mpitrain.launch.variables import is_of_login
@@ -121,15 +121,8 @@ def started(command: Sequence[str], contexts: Sequence[JobContext], descriptor: 
     try:
         try:
             for context in contexts:
-                process = subprocess.Popen(
-                    command,
-                    env=variables(context),
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
-                    pass_fds=[descriptor],
-                    preexec_fn=end_with_parent(),  # noqa: PLW1509 (in the main thread, and no thread holds a lock)
-                )
-                processes.append(process)
+                one = start_child(command, env=variables(context), pass_fds=[descriptor])
+                processes.append(one)
         except OSError as error:
             raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
         finally:

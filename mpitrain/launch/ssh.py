@@ -20,7 +20,7 @@ from mpitrain.facts import why_no_programs
 from mpitrain.launch.batch import step
 from mpitrain.launch.conditions import Condition, Refusal, refuse
 from mpitrain.launch.connections import AGENT_OPTIONS, SSH_OPTIONS
-from mpitrain.launch.processes import end_with_parent, left_out
+from mpitrain.launch.processes import start_beside
 
 # It is ssh, but puts the job's mark into the environment of what ssh starts, so
 # that the agent there knows these processes. ssh itself joins the words of a command with spaces, as "$*" does.
@@ -94,16 +94,8 @@ def open_masters(hosts: Iterable[str], folder: Path) -> Iterator[list[str]]:
         stack.callback(_end, masters)
         for host in hosts:
             stays = ["-N", "-o", "ControlMaster=yes", "-o", f"ServerAliveInterval={_ALIVE_SECONDS}"]
-            master = subprocess.Popen(
-                ["ssh", *stays, *options, *SSH_OPTIONS, *AGENT_OPTIONS, host],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
-                preexec_fn=end_with_parent(),  # noqa: PLW1509 (no thread holds a lock that it takes)
-            )
-            masters.append(master)
-            stack.enter_context(left_out({master.pid}))
+            command = ["ssh", *stays, *options, *SSH_OPTIONS, *AGENT_OPTIONS, host]
+            masters.append(start_beside(stack, command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         yield [*options, "-o", "ControlMaster=no"]  # mpiexec's ssh is no master, whatever the user's settings are
 
 

@@ -1,7 +1,7 @@
 """The path of a job from the user's request to its exit code.
 
-Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> to_end ────┬─> run_here ──────┬─> exit code
-                                                      ^                 └─> Attempts.run ──┘
+Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> Supervisor.to_end ─> Attempts.run ─> exit code
+                                                      ^                                     │
                                                       └── with fewer hosts after a failure ─┘
 """
 
@@ -23,7 +23,7 @@ from typing import Any, Literal
 from mpitrain.config import ENV_FILE
 from mpitrain.context import PREFIX, JobContext, PlanTask, VerifyTask
 from mpitrain.errors import ConfigError
-from mpitrain.launch import attempts, over_hosts, torchrun
+from mpitrain.launch import job_here, over_hosts, torchrun
 from mpitrain.launch.agents import Agents
 from mpitrain.launch.attempts import Attempts
 from mpitrain.launch.batch import MARKS
@@ -195,7 +195,7 @@ def start(
                 return _supervise(job, request, from_file, listed, heritage, when_started)
             job = replace(job, placement=placement.first(request.limits.max_nodes))
             if placement.is_here:
-                attempts.show_here(job, from_file)
+                job_here.show_here(job, from_file)
             else:
                 over_hosts.show(job, request.script, from_file)
             sys.stdout.flush()
@@ -246,19 +246,17 @@ def _supervise(
             context = replace(
                 context, failed_ms=int(1000 * at), failed_step=step, failure=pause.cause, saves=int(pause.only_saves)
             )
-        this_try = attempt(where, context)
-        if where.is_here:
-            tries.forget()
-            ended = attempts.run_here(agents, this_try, from_file, keepers, holders, live, orders, look)
-        else:
-            ended = tries.run(this_try, look)
+        ended = tries.run(attempt(where, context), look)
         if keepers is not None:
             keepers.is_heir = False
         return ended
 
-    def make(stack: ExitStack, this_try: JobSpec) -> over_hosts.JobOverHosts:
+    def make_over_hosts(stack: ExitStack, this_try: JobSpec) -> over_hosts.JobOverHosts:
         script, seconds = request.script, request.start_seconds
         return over_hosts.JobOverHosts(stack, agents, this_try, script, seconds, from_file, holders, orders)
+
+    def make_here(stack: ExitStack, this_try: JobSpec) -> job_here.JobHere:
+        return job_here.JobHere(stack, agents, this_try, from_file, holders, orders)
 
     def prepare(where: Placement, cause: str) -> Successor | None:
         assert keepers is not None
@@ -267,7 +265,7 @@ def _supervise(
         replayed = orders.replay()  # some may be for a later step, if the present try has begun at an earlier one
         context = replace(job.context, keeper=keepers.name, follows=keepers.of, failure=cause, orders=replayed)
         this_try = attempt(where, context)
-        return Successor(partial(make, this_try=this_try), keepers, holders, tries.after)
+        return Successor(partial(make_over_hosts, this_try=this_try), keepers, holders, tries.after)
 
     def widen(placement: Placement, hosts: str) -> Placement:
         return widened(placement, hosts, request.inventory)
@@ -294,7 +292,7 @@ def _supervise(
             if heritage is None:
                 estate = new_estate(asdict(request), request.script, from_file)
             else:
-                estate = {**heritage.estate, "launcher": launcher, "ended": ""}
+                estate = {**heritage.estate, "launcher": launcher, "ended": "", "waits": ""}
             name = f"{KEEPER_PREFIX}{secrets.token_hex(8)}"
             keepers = stack.enter_context(Keepers(agents, name, estate))
             if heritage is not None:
@@ -306,9 +304,11 @@ def _supervise(
         supervisor = stack.enter_context(
             Supervisor(state, run, keepers, widen=widen, check=check, prepare=prepare, listed=listed, code=time_up.code)
         )
+        time_up.stop_wait = supervisor.stop_wait
+        live.waits_for = lambda: supervisor.waits_for
         stack.enter_context(time_up)
         stack.enter_context(telling(live, orders, supervisor if keepers is not None else None))
-        tries = stack.enter_context(Attempts(make, keepers, holders, live))
+        tries = stack.enter_context(Attempts(make_here, make_over_hosts, keepers, holders, live))
         return live.end(supervisor.to_end(away))
 
 

@@ -88,14 +88,9 @@ class MpiexecRanks:
         """See StartedRanks."""
         arguments = self._command.arguments
         try:
-            self._process = subprocess.Popen(
-                arguments,
-                env={**os.environ, **self._command.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
-                preexec_fn=processes.end_with_parent(),  # noqa: PLW1509 (no thread holds a lock that it takes)
+            environment = {**os.environ, **self._command.environment}
+            self._process = processes.start_child(
+                arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
         except OSError as error:
             raise LaunchError(f"{arguments[0]} cannot be run: {error.strerror}") from error

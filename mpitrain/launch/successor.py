@@ -9,7 +9,6 @@ output is held back.
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -19,6 +18,7 @@ from mpitrain.launch.holders import Holders
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.over_hosts import JobOverHosts
 from mpitrain.launch.placement import Placement
+from mpitrain.launch.prepared_job import PreparedJob
 from mpitrain.launch.run import Run
 
 _GIB = 1 << 30
@@ -51,33 +51,18 @@ class Successor:
         self.problem = ""
         self.faulty: tuple[str, ...] = ()
         self.has_room = True
-        self._keepers, self._holders, self._after, self._stack = keepers, holders, after, ExitStack()
+        self._keepers, self._holders, self._after = keepers, holders, after
         self._has_keepers = False  # they have been told to come
         self._run: Run | None = None
-        self._thread: threading.Thread | None = None
-        try:
-            self._job = make(self._stack)
-            self._job.connect(None)
-        except (ConfigError, LaunchError, OSError) as error:
-            self._fail(error)
-            return
-        self._begin(self._job.ask)
-
-    def _begin(self, work: Callable[[], None]) -> None:
-        def try_it() -> None:
-            try:
-                work()
-            except Exception as error:  # it may be closed meanwhile, and nobody looks at a thread's error
-                self._fail(error)
-
-        self._thread = threading.Thread(target=try_it, name="successor", daemon=True)
-        self._thread.start()
+        self._prepared = PreparedJob(make)
 
     def look(self) -> None:
         """Continue with what is to be done before its ranks are ready."""
-        if self.problem or (self._thread is not None and self._thread.is_alive()):
+        if self.problem or not self._prepared.is_done():
             return
-        if self._run is None:
+        if self._prepared.error is not None:
+            self._fail(self._prepared.error)
+        elif self._run is None:
             try:
                 self._go_on()
             except (ConfigError, LaunchError, OSError) as error:
@@ -95,9 +80,9 @@ class Successor:
         if not self._has_keepers:
             self._has_keepers = True
             self._keepers.widen(self._where.hosts)
-            self._begin(self._settle)
+            self._prepared.begin(self._settle)
         else:
-            self._run = self._job.ready()
+            self._run = self._prepared.job.ready()
             self._run.start()
 
     @property
@@ -105,33 +90,32 @@ class Successor:
         """True if all its ranks wait for those before them."""
         if self.problem or self._run is None:
             return False
-        records = self._job.attempt.records()
+        records = self._prepared.job.attempt.records()
         return len(records) == self._where.num_ranks and all(record.is_ready for record in records.values())
 
     def to_end(self, meanwhile: Callable[[], None]) -> Ended:
         """The ranks before have left. See Run.to_end."""
         assert self._run is not None
+        job, stack = self._prepared.job, self._prepared.stack
         try:
-            self._keepers.take_over(self._where.hosts, self._job.job.context.job)
+            self._keepers.take_over(self._where.hosts, job.job.context.job)
             if self._holders is not None:
                 self._holders.begin()
-            self._job.attempt.beat_for(self._keepers)
-            return self._run.to_end(self._after(self._stack, self._job, meanwhile))
+            job.attempt.beat_for(self._keepers)
+            return self._run.to_end(self._after(stack, job, meanwhile))
         finally:
             self._run = None
-            self._stack.close()
+            stack.close()
 
     def close(self) -> None:
         """End it. Nothing of it is left."""
         if self._run is not None and not self.problem:
             self._run.give_up()
-        self._stack.close()
-        if self._thread is not None:
-            self._thread.join()  # without its connections it ends soon
+        self._prepared.close()
 
     @property
     def _where(self) -> Placement:
-        return self._job.job.placement
+        return self._prepared.job.job.placement
 
     def _settle(self) -> None:
         self._keepers.settle()

@@ -11,6 +11,7 @@ All send events, one at a time. What starts or ends attempts waits for the main 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections import deque
@@ -20,8 +21,8 @@ from dataclasses import replace
 from typing import Any
 
 from mpitrain.errors import ConfigError, LaunchError
-from mpitrain.launch import events, policy
-from mpitrain.launch.changes import FIRST_RUN, is_open
+from mpitrain.launch import events, lost_wait, policy
+from mpitrain.launch.changes import FIRST_RUN, reads_inventory
 from mpitrain.launch.ending import Ended, last_step, why
 from mpitrain.launch.events import Action, Event, FailedAttempt, Find, JobState, Pause, Reply, Start
 from mpitrain.launch.intake import Intake, that_let_in
@@ -43,6 +44,7 @@ class Supervisor:
 
     Attributes:
         state: what is known of the job.
+        waits_for: the hosts for which the job waits without an attempt, and until when, in words; "": it does not wait.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Supervisor:
             code: returns the exit code of a job that is done, from 0.
         """
         self.state = state
+        self.waits_for = ""
         self._run, self._keepers, self._widen, self._check = run, keepers, widen, check
         self._prepare, self._code = prepare, code
         self._waiting: deque[Action] = deque()  # for the main thread
@@ -80,7 +83,9 @@ class Supervisor:
         self._looked, self._fault = 0.0, ""
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._intake = None if listed is None else Intake(self.take, lambda: is_open(self.state), listed, self._stop)
+        self._intake = None
+        if listed is not None:
+            self._intake = Intake(self.take, lambda: reads_inventory(self.state), listed, self._stop)
 
     def __enter__(self) -> Supervisor:
         return self
@@ -106,6 +111,8 @@ class Supervisor:
             match self._waiting.popleft():
                 case Start() as start:
                     self.take(self._attempt(start))
+                case events.Wait():
+                    self._wait()
                 case events.LeaveState(why=why_left):
                     say(self._leave_state(why_left))
                 case events.End() as end:
@@ -122,7 +129,9 @@ class Supervisor:
             self.state, actions = policy.next(self.state, event)
             for action in actions:
                 match action:
-                    case Start() | events.Prepare() | events.Drop() | events.LeaveState() | events.End():
+                    case (
+                        Start() | events.Wait() | events.Prepare() | events.Drop() | events.LeaveState() | events.End()
+                    ):
                         self._waiting.append(action)
                     case events.Tell(command=command) if self._keepers is not None:
                         self._keepers.wish = command
@@ -147,9 +156,12 @@ class Supervisor:
         try:
             self._look()
         except Exception as error:  # the job can train without it
-            if self._fault != repr(error):
-                self._fault = repr(error)
-                say(f"the hosts of the job may not change as they should: {self._fault}")
+            self._say_once(f"the hosts of the job may not change as they should: {error!r}")
+
+    def _say_once(self, fault: str) -> None:
+        if self._fault != fault:
+            self._fault = fault
+            say(fault)
 
     def _look(self) -> None:
         self._do_waiting()
@@ -164,6 +176,41 @@ class Supervisor:
             self._looked = now
             self.take(events.RanksSaid(now, keepers.run, keepers.is_ending, dict(keepers.told)))
         self._do_waiting()
+
+    def _wait(self) -> None:
+        """No attempt runs until enough hosts are there, or somebody or the time ends the wait."""
+        waiting = self.state.waiting
+        if waiting is None:  # it is over already
+            return
+        seconds = waiting.until - time.monotonic()
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
+        self._show_wait(f"{', '.join(lost_wait.missing(self.state))} until {until}")
+        try:
+            while not self._waiting:
+                self._let_time_pass()
+        except (KeyboardInterrupt, SystemExit) as end:  # SIGTERM and SIGHUP exit, see start.py
+            code = 128 + signal.SIGINT if isinstance(end, KeyboardInterrupt) else end.code
+            self._waiting.clear()  # a host may have joined at this moment
+            self.take(events.Interrupted(time.monotonic(), int(code or 0)))
+        finally:
+            self._show_wait("")
+
+    def _let_time_pass(self) -> None:
+        try:
+            self.take(events.Waited(time.monotonic()))
+        except OSError as error:  # no ssh can be started now
+            self._say_once(f"lost hosts cannot be asked whether they are back: {error}")
+        time.sleep(_LOOK_SECONDS)
+
+    def _show_wait(self, hosts: str) -> None:
+        self.waits_for = hosts
+        if self._keepers is not None:
+            self._keepers.wait_for(hosts)
+
+    def stop_wait(self, code: int = 0) -> Reply | None:
+        """Have a job that waits for hosts save and end, with this exit code. None: it does not wait."""
+        reply = self.take(events.StopAsked(time.monotonic(), code))
+        return reply if reply is not None and reply.is_accepted else None
 
     def _do_waiting(self) -> None:
         while self._waiting:
@@ -232,13 +279,17 @@ class Supervisor:
         else:
             answer = self.take(events.JoinAsked(now, str(request["join"]), leave))
         assert answer is not None
-        return {"accepted" if answer.is_accepted else "refused": answer.text}
+        return _plain(answer)
 
     def _wait_for_run(self) -> None:
         """Wait a moment for a run that can be left: who has just seen one attempt end knows nothing of the next."""
         deadline = time.monotonic() + _BEGIN_SECONDS
         while time.monotonic() < deadline and not self._stop.is_set():
-            if self.state.change is not None or (self.state.is_running and self.state.run >= FIRST_RUN):
+            if (
+                self.state.change is not None
+                or self.state.waiting is not None
+                or (self.state.is_running and self.state.run >= FIRST_RUN)
+            ):
                 return
             time.sleep(_LOOK_SECONDS / 4)
 
@@ -267,6 +318,10 @@ def _failure(ended: Ended, placement: Placement, now: float) -> FailedAttempt:
     return FailedAttempt(cause, ended.code, now, first, last_step(ended.records, rank), host, ended.lost, failed_at)
 
 
+def _plain(reply: Reply) -> dict[str, str]:
+    return {"accepted" if reply.is_accepted else "refused": reply.text}
+
+
 def telling(live: Live, orders: Orders, supervisor: Supervisor | None) -> AbstractContextManager[None]:
     """Use this in `with`: inside, requests are answered that come to the socket of the launcher.
 
@@ -275,6 +330,10 @@ def telling(live: Live, orders: Orders, supervisor: Supervisor | None) -> Abstra
 
     def answer(wish: Mapping[str, Any]) -> Mapping[str, Any]:
         if "tell" in wish:
+            if supervisor is not None and wish["tell"].get("kind") == "stop" and (reply := supervisor.stop_wait()):
+                return _plain(reply)
+            if supervisor is not None and (waits := supervisor.waits_for):
+                return {"refused": f"it has no ranks now: it waits for {waits}. `stop` saves its state and ends it"}
             return orders.answer(wish["tell"], teller_name(os.geteuid(), str(wish.get("from", ""))))
         if supervisor is None:
             text = "its hosts cannot change, because no keepers hold its state meanwhile"

@@ -14,7 +14,7 @@ import os
 import shlex
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -39,10 +39,14 @@ class TimeUp:
     """Use this in `with`, in the main thread: inside, SIGUSR1 ends the training in order.
 
     A parent that ignores the signal has its way, as with `nohup`.
+
+    Attributes:
+        stop_wait: has a job that waits for hosts save and end with this exit code; returns None if it does not wait.
     """
 
     def __init__(self, orders: Orders) -> None:
         """`orders` are those of the job."""
+        self.stop_wait: Callable[[int], object] = lambda code: None
         self._orders = orders
         self._told, self._stop = threading.Event(), threading.Event()
         self._is_told = False
@@ -81,6 +85,8 @@ class TimeUp:
         said = ""
         # A script may have several trainings, one after the other: each of them ends.
         while not self._stop.is_set():
+            if self.stop_wait(EXIT_CODE) is not None:
+                return
             refused = self._orders.answer({"kind": "stop"}, teller).get("refused", "")
             if refused not in ("", said) and not self._orders.has_stopped:
                 said = refused

@@ -16,6 +16,8 @@ from mpitrain.launch.events import FailedAttempt, JobState
 # An agent that was cut off ends the job's part on its host within 30 s; no host returns before that.
 ASIDE_SECONDS = 60.0  # the first time; the time doubles each time after that
 MOST_ASIDE_SECONDS = 3600.0
+# So long a job waits for lost hosts when too few are left: a machine may take some minutes to start again.
+WAIT_SECONDS = 300.0
 # The third failure in the same step is not a coincidence.
 _MOST_AT_A_STEP = 3
 _COUNTED = "Only mt.Trainer and mt.keep count steps; any other script would begin anew"
@@ -28,12 +30,14 @@ class Verdict:
     hosts: tuple[str, ...] = ()  # where to start again; if it is empty, the job ends
     reason: str = ""  # why
     left: tuple[str, ...] = ()  # the hosts that can take part, if they are too few
+    lost: tuple[str, ...] = ()  # the others, if they were lost just now and would be enough
 
 
-def judge(state: JobState, now: float, present: Set[str]) -> Verdict:
+def judge(state: JobState, now: float, present: Set[str], silent: Set[str] = frozenset()) -> Verdict:
     """Decide whether to start again, and where.
 
-    `present` are the hosts of the last attempt that were not bad in it; what they did before does not count.
+    `present` are the hosts of the last attempt that were not bad in it; what they did before does not count. `silent`
+    are those that are known not to answer now.
 
     A host that was lost again and again is set aside for longer and longer, but is used before the job ends for want of
     hosts. An elastic job takes hosts in when they answer. So it uses one that was bad, and is not present, only if the
@@ -50,14 +54,16 @@ def judge(state: JobState, now: float, present: Set[str]) -> Verdict:
     if len(failures) > limits.most_restarts:
         return Verdict(reason="no attempt is left")
     away = _away(failures, absent)
-    gone = {host for when, host in away if now < when + ASIDE_SECONDS} - present
+    gone = ({host for when, host in away if now < when + ASIDE_SECONDS} | silent) - present
     spared = _set_aside(_suspects(failures), now) | (_set_aside(away, now) - present)
     if limits.max_nodes is not None:
         spared |= {host for _, host in away} - present
     there = [host for host in hosts if host not in gone]
     if len(there) < limits.min_nodes or not there:
         problem = f"only {', '.join(there)} of {', '.join(hosts)} can take part" if there else "no host can take part"
-        return Verdict(reason=f"{problem}, and {limits.words}", left=tuple(there))
+        is_enough = len(hosts) >= max(1, limits.min_nodes)
+        lost = tuple(host for host in hosts if host in gone) if is_enough else ()
+        return Verdict(reason=f"{problem}, and {limits.words}", left=tuple(there), lost=lost)
     best = [host for host in there if host not in spared]
     chosen = (best if len(best) >= limits.min_nodes and best else there)[: limits.max_nodes]
     if not state.holders.intersection(chosen):
@@ -68,6 +74,12 @@ def judge(state: JobState, now: float, present: Set[str]) -> Verdict:
 def times_bad(host: str, failures: Sequence[FailedAttempt], absent: Sequence[tuple[float, str]]) -> list[float]:
     """Return when this host was lost or absent, or was the first to fail twice in a row."""
     return [when for when, bad_host in [*_away(failures, absent), *_suspects(failures)] if bad_host == host]
+
+
+def back_at(host: str, state: JobState) -> float:
+    """Return when a host that was lost may take part again at the earliest."""
+    away = _away(state.failures, state.absent)
+    return max((when + ASIDE_SECONDS for when, bad_host in away if bad_host == host), default=0.0)
 
 
 def aside_until(times: Sequence[float]) -> float:

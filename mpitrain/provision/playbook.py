@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import ClusterError
-from mpitrain.launch.processes import adopt_orphans, alive_below, children, end_with_parent, kill_all
+from mpitrain.launch.processes import adopt_orphans, alive_below, children, kill_all, start_child
 from mpitrain.provision.project import Project, ansible_program
 from mpitrain.reading import MessageLines
 
@@ -196,12 +196,8 @@ def run_playbook(project: Project, playbook: str, options: Sequence[str]) -> Rep
         adopt_orphans()
         others = children()
         # It runs in this process group, so it may ask for passwords at the terminal, and gets the terminal's Ctrl-C.
-        process = subprocess.Popen(
-            command,
-            cwd=project.folder,
-            env={**_environment(report.path), **project.environment},
-            preexec_fn=end_with_parent(),  # noqa: PLW1509 (no threads here)
-        )
+        environment = {**_environment(report.path), **project.environment}
+        process = start_child(command, stdin=None, start_new_session=False, cwd=project.folder, env=environment)
         try:
             with _ended(process, others):
                 code = _watch(process, report)

@@ -18,7 +18,7 @@ SOURCES = {path.stem: path.read_text() for path in Path(mpitrain.launch.__path__
 # several hosts (conditions.refuse) name the condition of each line in the code.
 OF_A_HOST = {
     "foreign_files.refuse_foreign": "INVENTORY",
-    "attempts._refuse_absent": "DEVICES",
+    "job_here._refuse_absent": "DEVICES",
     "hosts._source_address": "ROUTES",
     "hosts._resolved": "NAMES",
     "hosts._refuse_same": "MACHINES",
@@ -45,7 +45,7 @@ OF_THE_REQUEST |= {"served", "serving", "start", "torchrun", "variables"}
 # The same of functions, in modules with conditions of a host.
 OTHERS = {f"launched.{name}" for name in ("check_vendor", "check_size", "_number")}
 OTHERS |= {f"hosts.{name}" for name in ("_given", "place_ranks", "placed_again", "widened", "read_hostfile")}
-OTHERS |= {"hosts.listed", "hosts.listed_hosts"}
+OTHERS |= {"hosts.listed", "hosts.listed_hosts", "watch.facts"}
 
 
 def raisers() -> set[str]:

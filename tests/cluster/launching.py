@@ -172,6 +172,14 @@ def left(bed: Bed, patience_seconds: float = _GONE_SECONDS) -> list[str]:
         time.sleep(0.3)
 
 
+def stop_waiting(bed: Bed, job: Job, python: str = PYTHONS["mpich"]) -> None:
+    """Wait until the job waits for hosts that were lost. Then tell it to save and end."""
+    job.wait_for("`mpitrain tell JOB stop` ")
+    waits = f"$({python} -m mpitrain ps --hosts localhost | awk '/ waits for / {{ print $1 }}')"
+    told = as_user(bed, "node1", f"{python} -m mpitrain tell --hosts localhost {waits} stop 2>&1")
+    assert "it waits no longer for" in " ".join(told.stdout.split()), told.stdout
+
+
 def drop_kept(bed: Bed, *nodes: str) -> None:
     """Drop what the keepers of these nodes hold. They were cut off, and may not have heard of the end of their job."""
     command = f"{PYTHONS['mpich']} -m mpitrain"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import test_restart_over_hosts
-from launching import NODES, PYTHONS, SHARE, Job, as_user, drop_kept, left, training, write
+from launching import NODES, PYTHONS, SHARE, Job, as_user, drop_kept, left, stop_waiting, training, write
 from regression import REGRESSION
 
 from jobs import until
@@ -146,6 +146,7 @@ def test_no_part_goes_on_with_too_few_hosts(bed: Bed, request: pytest.FixtureReq
     """The launcher's host is alone, and the MIN of --nnodes is more than half of the hosts."""
     job = started(bed, python_of(request, "openmpi"), "--recover --max-restarts 2 --nnodes 3:4")
     with parted(bed, "node2", "node3", "node4"):
+        stop_waiting(bed, job)
         end = job.end()
         assert end.code == 1, end.output
         few = r"only node1 of .* can take part, and --nnodes is 3:4"

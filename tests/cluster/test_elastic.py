@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import time
 
 import pytest
-from launching import NODES, SHARE, Job, as_user, drop_kept, run, write
+from launching import NODES, SHARE, Job, as_user, drop_kept, run, stop_waiting, training, write
 from test_joining import COPIES, SCRIPT, change
 
 from testbed import Bed
@@ -15,6 +16,7 @@ pytestmark = [pytest.mark.timeout(3000), pytest.mark.usefixtures("healed"), pyte
 
 # A host that was away is set aside for a minute. The ranks need not compute much in that minute.
 SAVES = SCRIPT.replace("Show()]", "Show(), mt.Checkpoint('saved', steps=100000)]")
+AWAY_SECONDS = 20.0
 SLOW = SAVES.replace("time.sleep(0.05)", "time.sleep(0.25)")
 
 
@@ -86,6 +88,7 @@ def test_hosts_go_and_come_back(bed: Bed, python: str, returns: bool) -> None:
     job.wait_for("resumed from memory at step ", 5 if returns else 3)
     bed.cut("node3")
     bed.cut("node4")
+    stop_waiting(bed, job, python)
     end = job.end()
     assert end.code == 1, end.output
     assert "Starting again on node1 only to save the state\n" in end.output
@@ -104,12 +107,45 @@ def test_hosts_go_and_come_back(bed: Bed, python: str, returns: bool) -> None:
     for first in range(1, len(steps) - 4, 5):  # an epoch
         read = [number for step in range(first, first + 5) for number in steps[step][1]]
         assert sorted(read) == list(range(60)), first
-    # An undisturbed run, always with 2 ranks.
-    write(bed, "node1", f"{SHARE}/whole.py", SAVES.replace("time.sleep(0.05)", "pass"))
-    as_user(bed, "node1", "rm -rf record saved; mkdir record")
-    whole = run(bed, f"--hosts node1,node2 --ppn 1 whole.py {len(steps)}", python=python)
-    assert whole.code == 0, whole.output
+    bits = undisturbed(bed, python, len(steps))
     bed.heal("node3")
     bed.heal("node4")
     drop_kept(bed, "node3", "node4")
-    assert [bits for _, _, bits in steps.values()] == [bits for _, _, bits in counted_steps(whole.output).values()]
+    assert [bits for _, _, bits in steps.values()] == bits
+
+
+def undisturbed(bed: Bed, python: str, num_steps: int) -> list[str]:
+    """The parameters of each step of a run that nothing disturbs, always with 2 ranks."""
+    write(bed, "node1", f"{SHARE}/whole.py", SAVES.replace("time.sleep(0.05)", "pass"))
+    as_user(bed, "node1", "rm -rf record saved; mkdir record")
+    whole = run(bed, f"--hosts node1,node2 --ppn 1 whole.py {num_steps}", python=python)
+    assert whole.code == 0, whole.output
+    return [bits for _, _, bits in counted_steps(whole.output).values()]
+
+
+def test_three_of_four_hosts_are_away_for_a_while(bed: Bed, python: str) -> None:
+    """One is frozen, one has no cable, one loses its power. The job waits for them, and no step is lost."""
+    arguments = "--hosts node1,node2,node3,node4 --ppn 1 --max-restarts 5 --nnodes 3:4 moves.py 4000"
+    job = training(bed, "moves.py", SAVES, arguments, python=python, setting=COPIES)
+    bed.freeze("node2")
+    bed.cut("node3")
+    bed.kill("node4")
+    job.wait_for("can take part, and --nnodes is 3:4. Waiting for ")
+    listed = as_user(bed, "node1", f"{python} -m mpitrain ps --hosts localhost").stdout
+    assert re.search(r" waits for (node\d, ){1,2}node\d until \d\d:\d\d:\d\d ", listed), listed
+    time.sleep(AWAY_SECONDS)
+    bed.thaw("node2")
+    bed.heal("node3")
+    bed.start("node4")
+    job.wait_for("; starting again on node1, ")
+    job.wait_for("resumed from memory at step ")
+    write(bed, "node1", "enough", "")
+    end = job.end()
+    assert end.code == 0, end.output
+    assert re.search(r"mpitrain: (node\d, )*node\d answers?; starting again on node1, node\d, node\d", end.output), (
+        end.output
+    )
+    assert "only to save" not in end.output
+    steps = counted_steps(end.output)
+    assert steps[len(steps)][0] >= 3
+    assert [bits for _, _, bits in steps.values()] == undisturbed(bed, python, len(steps))

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from launching import NODES, PYTHONS, SHARE, Ended, Job, as_user, drop_kept, interpreters, write
+from launching import NODES, PYTHONS, SHARE, Ended, Job, as_user, drop_kept, interpreters, stop_waiting, write
 from regression import REGRESSION
 
 from jobs import until
@@ -270,6 +270,7 @@ def test_a_node_loses_its_power(bed: Bed, python: str) -> None:
     job.wait_for("starting again on node1, node2, node4 with 3 ranks, without node3\n")
     job.wait_for("on 3 ranks")
     bed.kill("node2")
+    stop_waiting(bed, job, python)
     end = job.end()
     assert end.code == 1, end.output
     found = re.search(r"attempt 1 of 3 failed at step (\d+): node3 fell silent; starting", end.output)
@@ -278,7 +279,8 @@ def test_a_node_loses_its_power(bed: Bed, python: str) -> None:
     few = "only node1, node4 of node1, node2, node3, node4 can take part, and --nnodes is 3:4"
     assert re.search(
         rf"attempt 2 of 3, from step \d+, failed at step \d+: node2 fell silent; {few}. "
-        r"Starting again on node1, node4 only to save the state\n",
+        r"Waiting for node2, node3, up to 300 s; `mpitrain tell JOB stop` saves the state and ends the job\n"
+        rf"mpitrain: told to stop; {few}. Starting again on node1, node4 only to save the state\n",
         end.output,
     ), end.output
     (saved,) = re.findall(r"checkpoints/step-(\d+) is saved; the same command continues from there\n", end.output)

@@ -53,6 +53,7 @@ def look(
         (None, None, False, 600.0, "unknown", "no run.json; the last row is 10 min old"),
         (OPEN, look(), False, 1e6, "trains", ""),
         (OPEN, look("restarts"), True, 0.0, "restarts", ""),
+        (OPEN, look("waits"), True, 0.0, "waits", ""),
         (OPEN, look(phases=("waits", "stopped")), True, 0.0, "stalled", "rank 1 stopped"),
         (OPEN, look(stall="ranks 0-1 wait", still=10.0), True, 0.0, "stalled", "ranks 0-1 wait"),
         (OPEN, look(stall="ranks 0-1 wait", still=9.9), True, 0.0, "trains", ""),

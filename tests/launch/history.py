@@ -121,3 +121,8 @@ def absent(*hosts: str, at: float = 0.0, **different: str) -> events.NotStarted:
 def said(at: float = 0.0, *told: int, run: int = 1, is_ending: bool = False, since: float = -9.0) -> events.RanksSaid:
     """The ranks of an attempt train; SIGTERM has told some of them to end, some time ago."""
     return events.RanksSaid(at, run, is_ending, dict.fromkeys(told, since))
+
+
+def answers(at: float, asked: str, inside: str) -> tuple[events.Answered]:
+    """Of the hosts that were asked, some answer."""
+    return (events.Answered(at, tuple(asked), frozenset(inside)),)

@@ -14,6 +14,7 @@ from history import ABC, names, widen
 from mpitrain.launch import events, policy
 from mpitrain.launch.events import Event, FailedAttempt, Limits, Pause
 from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS
+from mpitrain.launch.where import WAIT_SECONDS
 
 HOSTS = widen(ABC, "d")
 LIMITS = [
@@ -48,6 +49,8 @@ class Schedule:
         self.present: set[str] = set()
         self.command, self.has_left = STAYS, False
         self.dropped: set[str] = set()
+        self.there: set[str] = set()  # the hosts that can take part, while the job waits for others
+        self.wait_ends = 0.0  # when waits must end; 0: a step was made since
 
     def pick(self, options: Sequence[Any]) -> Any:
         return options[next(self._choices, 0) % len(options)]
@@ -64,7 +67,8 @@ class Schedule:
             choice = next(self._choices, None)
             quiet += choice is None
             assert quiet < MOST_QUIET, "it does not end"
-            self.at += 0.1 if choice is None else self.pick(_NAPS)
+            quiet_nap = 0.1 if self.state.waiting is None else 70.0
+            self.at += quiet_nap if choice is None else self.pick(_NAPS)
             options = self.options()
             self.happen("goes well" if choice is None else options[choice % len(options)])
 
@@ -72,6 +76,8 @@ class Schedule:
         """What may happen now."""
         if not self.limits.most_restarts:  # nobody speaks with the ranks
             return "goes well", "killed", "lost", "not started", "interrupted"
+        if self.state.waiting is not None:
+            return _WAITS
         if self.state.saves_for:
             return _SAVES
         if self.has_left:
@@ -83,7 +89,11 @@ class Schedule:
     def happen(self, what: str) -> None:
         """Something happens, if it can now."""
         state, now_on = self.state, names(self.state.now_on)
-        if what == "goes well":
+        if what == "waited" or (what == "goes well" and state.waiting is not None):
+            self.take(events.Waited(self.at))
+        elif what == "stop asked":
+            self.take(events.StopAsked(self.at, self.pick([0, 138])))
+        elif what == "goes well":
             if state.saves_for or self.command in (LEAVES, SAVES):
                 self.leave()
             elif not self.is_copied:
@@ -130,6 +140,7 @@ class Schedule:
         self.may_start = False
         if not self.state.saves_for:
             self.is_copied = self.has_checkpoint = self.has_stepped = True
+            self.wait_ends = 0.0
             self.step += 2
             self.holders = set(names(self.state.now_on))
         if self.limits.most_restarts:
@@ -170,11 +181,14 @@ class Schedule:
             event, events.Done | events.Interrupted | events.Failed | events.Left | events.NotStarted
         )
         if ends_attempt:
-            assert self.is_running
+            assert self.is_running or before.waiting is not None
             self.is_running = False
         says = " ".join(action.text for action in actions if isinstance(action, events.Say))
-        follows = [action for action in actions if isinstance(action, events.Start | events.End)]
-        assert len(follows) == (ends_attempt or isinstance(event, events.JobBegun)), "one thing follows an attempt"
+        follows = [action for action in actions if isinstance(action, events.Start | events.End | events.Wait)]
+        is_over = ends_attempt or (before.waiting is not None and self.state.waiting is None)
+        assert len(follows) == (is_over or isinstance(event, events.JobBegun)), "one thing follows an attempt"
+        if isinstance(event, events.Fit) and before.waiting is not None and before.hosts is not self.state.hosts:
+            self.there |= set(event.wider.hosts) - set(event.find.now_on.hosts)
         if not isinstance(event, events.JobBegun):
             self.note_bad(before, event, gone)
         for action in actions:
@@ -191,6 +205,8 @@ class Schedule:
                     assert command != SAVES or (self.state.change and self.state.change.is_end)
                     self.command = command
                     self.has_left |= command in (LEAVES, SAVES)
+                case events.Wait():
+                    self.wait(before, event, gone)
                 case events.Start():
                     self.start(before, event, action, gone)
                 case events.End():
@@ -199,10 +215,16 @@ class Schedule:
                     self.find(action)
                 case events.AskHosts(hosts=hosts):
                     self.ask(hosts)
-        asked = isinstance(event, events.LeaveAsked | events.JoinAsked)
+        waiting = self.state.waiting
+        if waiting is not None:
+            assert waiting.until == self.wait_ends, "it waits too long"
+            assert not isinstance(event, events.Waited) or self.at < waiting.until, "it waits too long"
+        asked = isinstance(event, events.LeaveAsked | events.JoinAsked | events.StopAsked)
         answers = [action for action in actions if isinstance(action, events.Reply | events.Find)]
         assert len(answers) == 1 or not asked, "who asks hears something"
-        if [action for action in answers if isinstance(action, events.Reply) and action.is_accepted]:
+        if before.waiting is not None:
+            pass
+        elif [action for action in answers if isinstance(action, events.Reply) and action.is_accepted]:
             assert self.command == PREPARES
             assert self.state.change is not None
         self.changes_as_it_may(before, event)
@@ -232,6 +254,25 @@ class Schedule:
         for one in set(self.away) - set(known):
             assert isinstance(event, events.Failed | events.NotStarted | events.NotPrepared), one
 
+    def wait(self, before: events.JobState, event: Event, gone: tuple[str, ...]) -> None:
+        """Too few hosts are left, and the job waits for those that were lost."""
+        assert isinstance(event, events.Failed | events.NotStarted)
+        self.count(event)
+        self.there = (set(names(before.now_on)) & set(names(self.state.hosts))) - set(gone)
+        assert len(self.there) < max(1, self.limits.min_nodes) <= len(self.state.hosts.hosts)
+        self.wait_ends = self.wait_ends or self.at + WAIT_SECONDS
+        assert self.at < self.wait_ends, "it waits once more"
+
+    def count(self, failed: Event) -> None:
+        """After a failure, another attempt will follow."""
+        if not isinstance(failed, events.Failed):
+            return
+        self.num_restarts += 1
+        assert self.num_restarts <= self.limits.most_restarts, "too many restarts"
+        assert self.limits.restarts is not None or self.has_checkpoint
+        same = [failure for failure in self.failures if failure.step == failed.failure.step]
+        assert len(same) < 3, "three times at a step"
+
     def start(self, before: events.JobState, event: Event, start: events.Start, gone: tuple[str, ...]) -> None:
         where, limits = names(self.state.now_on), self.limits
         assert not self.is_running, "two attempts at once"
@@ -246,18 +287,18 @@ class Schedule:
         if self.has_stepped:
             assert start.pause is not None, "it begins anew"
             assert start.pause.step is None or start.pause.step <= self.step + 1, "a step is skipped"
+        old_holders = self.holders
         holds = self.holders & set(where)
         assert holds or not self.holders, "the state is lost"
         self.holders = holds
         is_early = isinstance(event, events.NotStarted) or (isinstance(event, events.Failed) and not event.failure.step)
         goes_back = before.joining is not None and is_early
-        if isinstance(event, events.Failed) and not goes_back:
-            self.num_restarts += 1
-            assert self.num_restarts <= limits.most_restarts, "too many restarts"
-            assert limits.restarts is not None or self.has_checkpoint
-            same = [failure for failure in self.failures if failure.step == event.failure.step]
-            assert len(same) < 3, "three times at a step"
-        if isinstance(event, events.Left):
+        if not goes_back:
+            self.count(event)
+        if before.waiting is not None:
+            assert set(where) <= self.there, "a host is used that has not answered"
+            assert not set(where) & self.dropped or not old_holders & (self.there - self.dropped), "it was to leave"
+        elif isinstance(event, events.Left):
             assert before.change is None or set(where) == set(names(before.change.now_on))
         elif goes_back:
             assert before.joining is not None
@@ -347,7 +388,8 @@ class Schedule:
             return
         if self.pick([False, False, True]):
             self.at += self.pick(_NAPS)
-            self.happen(self.pick(["copy", "killed", "second run", "copy"]))
+            is_waiting = self.state.waiting is not None
+            self.happen(self.pick(_WAITS if is_waiting else ["copy", "killed", "second run", "copy"]))
         if self.is_over:
             return
         joined = find.text.split(",")
@@ -363,12 +405,17 @@ class Schedule:
         """An elastic job asks only hosts that it could use."""
         suspects = [(b.when, b.host) for a, b in pairwise(self.failures) if b.host and a.host == b.host]
         for host in hosts:
-            assert host not in names(self.state.now_on)
             assert host not in self.dropped, "a host is asked that is not in the inventory"
+            if self.state.waiting is not None:
+                assert host not in self.there
+                assert all(self.at >= when + 60 for when, bad in self.away if bad == host), "it is asked too soon"
+                continue
+            assert host not in names(self.state.now_on)
             times = [when for when, bad in [*self.away, *suspects] if bad == host]
             assert len(times) < 3, "a host is asked once too often"
             assert not times or self.at >= max(times) + min(60 * 2 ** (len(times) - 1), 3600), "it is asked too soon"
         inside = frozenset(host for host in hosts if self.pick([True, False]))
+        self.there |= inside & set(names(self.state.hosts))
         self.take(events.Answered(self.at, hosts, inside))
 
 
@@ -389,4 +436,5 @@ _TRAINS = (
 )
 _SAVES = "left", "copy", "leave asked", "not started", *_FAILS
 _PREPARES = "ready", "ready", "ready", "not prepared", "copy", "join asked", "goes well", *_FAILS
+_WAITS = "waited", "waited", "waited", "goes well", "stop asked", "join asked", "leave asked", "listed", "interrupted"
 _LEAVES = "left", "left", "left", "not prepared", "copy", *_FAILS

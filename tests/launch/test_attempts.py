@@ -21,7 +21,10 @@ from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.successor import Successor
 from mpitrain.watching.rank_record import FAILED, RankRecord
 
-BOTH = Placement((Place("a", 0, 1), Place("b", 1, 1)), own="a")
+BOTH = Placement((Place("a", 0, 1), Place("b", 1, 1)), {"a": "10.0.0.1", "b": "10.0.0.2"}, "a")
+
+
+nothing: Any = None
 
 
 class Asking:
@@ -63,7 +66,7 @@ def test_the_next_try_waits_for_facts(lost: set[str], waits: bool, monkeypatch: 
     job: Any = Asking()
     keepers: Any = SimpleNamespace()
     wanted: Any = SimpleNamespace(placement=BOTH.without(lost))
-    with ExitStack() as stack, Attempts(job.make, keepers, None, Live("", [], 0.0)) as made:
+    with ExitStack() as stack, Attempts(nothing, job.make, keepers, None, Live("", [], 0.0)) as made:
         made._look(job)
         if waits:
             later = threading.Timer(0.2, job.answer.set)
@@ -90,7 +93,7 @@ def test_only_one_process_at_a_time_logs_in_on_a_host(is_prepared: bool) -> None
     )
     keepers: Any = SimpleNamespace(begin=note("keepers log in"), settle=note("keepers have answered"))
     reserve: Any = SimpleNamespace(begin=note("interpreters are of the attempt before"))
-    with Attempts(lambda *_: new, keepers, reserve, Live("", [], 0.0)) as made:
+    with Attempts(nothing, lambda *_: new, keepers, reserve, Live("", [], 0.0)) as made:
         if is_prepared:
             made._take = lambda *_: new  # type: ignore[method-assign]
         assert made.run(new.job, lambda: None) == "ended"
@@ -108,7 +111,7 @@ def test_agents_and_mpiexec_do_not_log_in_together() -> None:
     """A host that all logins pass refuses some of many at once. mpiexec comes when the agents have their answers."""
     job: Any = Asking()
     keepers: Any = SimpleNamespace()
-    with Attempts(job.make, keepers, None, Live("", [], 0.0)) as made:
+    with Attempts(nothing, job.make, keepers, None, Live("", [], 0.0)) as made:
         for _ in range(3):
             made._look(job)
         assert job.logins == [("agents", False, True)]
@@ -126,8 +129,7 @@ def test_a_try_that_has_taken_over_is_seen_until_its_end() -> None:
         job=SimpleNamespace(placement=BOTH, context=SimpleNamespace(job="try", servers=0)),
         attempt=SimpleNamespace(hosts_now=dict, records=dict),
     )
-    make: Any = None
-    with Attempts(make, None, None, live) as made:
+    with Attempts(nothing, nothing, None, None, live) as made:
         with ExitStack() as stack:
             made.after(stack, new, lambda: None)()
             assert live.answer()["state"] == "starts"
@@ -145,7 +147,7 @@ def succeeded(keepers: Keepers, end: Ended | LaunchError) -> Successor:
     job: Any = SimpleNamespace(
         job=SimpleNamespace(placement=Placement((Place("a", 0, 2),), own="a")),
         attempt=SimpleNamespace(records=dict),
-        connect=lambda keepers: None,
+        connect=lambda keepers, is_idle: None,
         ask=ask,
         ready=lambda: job,
         start=lambda: None,

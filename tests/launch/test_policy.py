@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from history import ABC, History, absent, early, killed, left, lost, names, said, transcript, widen
+from history import ABC, History, absent, answers, early, killed, left, lost, names, said, transcript, widen
 
 from mpitrain.launch import events
 from mpitrain.launch.changes import DIFFERENT_SECONDS, FIRST_SECONDS, MOST_SECONDS, is_open
 from mpitrain.launch.events import Event, Limits, Pause
+from mpitrain.launch.lost_wait import ASK_SECONDS
 from mpitrain.launch.placement import Place, Placement
-from mpitrain.launch.where import ASIDE_SECONDS
+from mpitrain.launch.where import ASIDE_SECONDS, WAIT_SECONDS
 
 DOCS = Path(__file__).parents[2] / "docs"
 FIVE, ONCE = Limits(5), Limits(1)
 DONE = events.Done(0.0)
 B_LEAVES = events.LeaveAsked(0.0, ("b",))
 READY = events.Ready(0.0)
+IS_OVER = events.Waited(WAIT_SECONDS)  # the wait for lost hosts
 TOLD = said(0.0, 2)  # SIGTERM has told rank 2 to end, on b
 
 AFTER_FAILURES: dict[str, tuple[Limits, tuple[Any, ...], str]] = {
@@ -61,12 +63,16 @@ end 5
     ),
     "too few hosts are left: it saves": (
         Limits(3, min_nodes=2),
-        (killed(2, 7), absent("b", "c"), left(6)),
+        (killed(2, 7), absent("b", "c"), IS_OVER, left(6)),
         """\
 start abc
 say: attempt 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
 start abc
-say: no answer; only a of a, b, c can take part, and the job needs 2. Starting again on a only to save the state
+say: no answer; only a of a, b, c can take part, and the job needs 2. Waiting for b, c, up to 300 s; \
+`mpitrain tell JOB stop` saves the state and ends the job
+wait
+say: b, c have not come back in time; only a of a, b, c can take part, and the job needs 2. \
+Starting again on a only to save the state
 start a, only to save
 say: only a of a, b, c can take part, and the job needs 2: the job has ended after step 6, which is saved
 end 137
@@ -74,12 +80,15 @@ end 137
     ),
     "no host is left": (
         Limits(3, min_nodes=2),
-        (killed(2, 7), absent("a", "b", "c")),
+        (killed(2, 7), absent("a", "b", "c"), IS_OVER),
         """\
 start abc
 say: attempt 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
 start abc
-say: no answer; not started again: no host can take part, and the job needs 2
+say: no answer; no host can take part, and the job needs 2. Waiting for a, b, c, up to 300 s; \
+`mpitrain tell JOB stop` ends the job
+wait
+say: a, b, c have not come back in time; not started again: no host can take part, and the job needs 2
 end 137
 """,
     ),
@@ -144,6 +153,129 @@ start ac
         Limits(5, 3),
         (events.JobBegun(0.0, ("b",)),),
         "say: the job does not continue: only a, c of a, b, c can take part, and the job needs 3\nend 1\n",
+    ),
+}
+FEW = "only a of a, b, c can take part, and --nnodes is 2:3"
+WAITS = f"{FEW}. Waiting for b, c, up to 300 s; `mpitrain tell JOB stop` saves the state and ends the job"
+LOST = f"""\
+start abc
+say: attempt 1 of 6 failed at step 7: b and c fell silent; {WAITS}
+wait
+"""
+LOSSES: dict[str, tuple[Limits, tuple[Any, ...], str]] = {
+    "enough hosts come back": (
+        Limits(5, 2, 3),
+        (lost("b", "c"), events.Waited(59.9), events.Waited(60.0), *answers(60.0, "bc", "c"), said(70.0), DONE),
+        f"""\
+{LOST}ask bc
+say: c answers; starting again on a, c with 4 ranks, without b
+start ac
+say: attempt 2 of 6 succeeded
+end 0
+""",
+    ),
+    "one after the other": (
+        Limits(5, 3, 3),
+        (lost("b"), events.Waited(60.0), *answers(60.0, "b", ""), events.Waited(64.0), events.Waited(65.0))
+        + answers(65.0, "b", "b"),
+        """\
+start abc
+say: attempt 1 of 6 failed at step 7: b fell silent; only a, c of a, b, c can take part, and --nnodes is 3. \
+Waiting for b, up to 300 s; `mpitrain tell JOB stop` saves the state and ends the job
+wait
+ask b
+ask b
+say: b answers; starting again on a, b, c
+start abc
+""",
+    ),
+    "a host that joins counts, also one that was lost": (
+        Limits(5, 2, 3),
+        (lost("b", "c"), "b", DONE),
+        f"""\
+{LOST}accepted: b joins; it starts again
+say: b joins; starting again on a, b with 4 ranks, without c
+start ab
+say: attempt 2 of 6 succeeded
+end 0
+""",
+    ),
+    "a new host joins, and is not enough": (
+        Limits(5, 3, 3),
+        (lost("b", "c"), "d"),
+        """\
+start abc
+say: attempt 1 of 6 failed at step 7: b and c fell silent; only a of a, b, c can take part, and --nnodes is 3. \
+Waiting for b, c, up to 300 s; `mpitrain tell JOB stop` saves the state and ends the job
+wait
+accepted: d joins; it still waits for b, c
+""",
+    ),
+    "somebody tells it to stop": (
+        Limits(5, 2, 3),
+        (lost("b", "c"), events.StopAsked(1.0), left(6)),
+        f"""\
+{LOST}accepted: it waits no longer for b, c; it saves its state and ends
+say: told to stop; {FEW}. Starting again on a only to save the state
+start a, only to save
+say: {FEW}: the job has ended after step 6, which is saved
+end 1
+""",
+    ),
+    "its time in a batch system is nearly over": (
+        Limits(5, 2, 3),
+        (lost("b", "c"), events.StopAsked(1.0, 138), absent("a", at=2.0)),
+        f"""\
+{LOST}accepted: it waits no longer for b, c; it saves its state and ends
+say: told to stop; {FEW}. Starting again on a only to save the state
+start a, only to save
+say: no answer; not started again: no host can take part, and --nnodes is 2:3
+end 1
+""",
+    ),
+    "a signal to the launcher ends the wait": (
+        Limits(5, 2, 3),
+        (lost("b", "c"), events.Interrupted(1.0, 143)),
+        f"{LOST}say: a signal ends the job, which waited for lost hosts\nend 143\n",
+    ),
+    # They answer, and then cannot take part. The limit is that of the first wait.
+    "the hosts that come back are lost again before a step": (
+        Limits(5, 2, 3),
+        (lost("b", "c"), events.Waited(60.0), *answers(60.0, "bc", "bc"), absent("b", "c", at=100.0))
+        + (events.Waited(165.0), *answers(165.0, "bc", "b"), lost("b", step=None, at=200.0))
+        + (absent("c", at=200.0), events.Waited(300.0)),
+        f"""\
+{LOST}ask bc
+say: b, c answer; starting again on a, b, c
+start abc
+say: no answer; {WAITS.replace("300", "200")}
+wait
+ask bc
+say: b answers; starting again on a, b with 3 ranks, without c
+start ab
+say: attempt 2 of 6 failed before its first step: b fell silent; starting again on a, c with 4 ranks, without b
+start ac
+say: no answer; {WAITS.replace("300", "100")}
+wait
+say: b, c have not come back in time; {FEW}. Starting again on a only to save the state
+start a, only to save
+""",
+    ),
+    "they are lost again after a step: it waits as long as the first time": (
+        Limits(5, 2, 3),
+        (lost("b", "c"), events.Waited(60.0), *answers(60.0, "bc", "bc"), lost("b", "c", step=9, at=400.0)),
+        f"""\
+{LOST}ask bc
+say: b, c answer; starting again on a, b, c
+start abc
+say: attempt 2 of 6 failed at step 9: b and c fell silent; {WAITS}
+wait
+""",
+    ),
+    "no attempt is left: it does not wait": (
+        Limits(0, 2, 3),
+        (lost("b", "c"),),
+        "start abc\nend 1\n",
     ),
 }
 RECORDED = {
@@ -473,9 +605,12 @@ tell: leaves
 }
 
 
-@pytest.mark.parametrize("name", [*AFTER_FAILURES, *CHANGES, *RECORDED])
+ROWS = {**AFTER_FAILURES, **LOSSES, **CHANGES, **RECORDED}
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_rows(name: str) -> None:
-    limits, happens, expected = {**AFTER_FAILURES, **CHANGES, **RECORDED}[name]
+    limits, happens, expected = ROWS[name]
     pause = Pause("the launcher on a was lost", 7, 0.0) if "another launcher" in name else None
     assert transcript(limits, *happens, pause=pause) == expected
 
@@ -499,11 +634,14 @@ def test_an_attempt_is_told_why_it_follows() -> None:
 def test_it_saves_only_where_there_is_a_state_and_an_attempt_is_left(most: int | None) -> None:
     limits = Limits(5, 3, most)
     reason = f"only a, b of a, b, c can take part, and {limits.words}"
-    saves = transcript(limits, lost("c"), absent("b"), left(6))
+    saves = transcript(limits, lost("c"), IS_OVER, absent("b", at=WAIT_SECONDS), left(6))
     fewer = reason.replace("a, b of", "a of")
+    waits = "Waiting for c, up to 300 s; `mpitrain tell JOB stop` saves the state and ends the job"
     assert saves.splitlines() == [
         "start abc",
-        f"say: attempt 1 of 6 failed at step 7: c fell silent; {reason}. Starting again on a, b only to save the state",
+        f"say: attempt 1 of 6 failed at step 7: c fell silent; {reason}. {waits}",
+        "wait",
+        f"say: c has not come back in time; {reason}. Starting again on a, b only to save the state",
         "start ab, only to save",
         f"say: no answer; {fewer}. Starting again on a only to save the state",
         "start a, only to save",
@@ -511,14 +649,15 @@ def test_it_saves_only_where_there_is_a_state_and_an_attempt_is_left(most: int |
         "end 1",
     ]
     for failed, restarts in ((lost("c", step=None, first=None), 5), (lost("c"), 0)):
-        assert "only to save" not in transcript(Limits(restarts, 3, most), failed)
+        assert "only to save" not in transcript(Limits(restarts, 3, most), failed, IS_OVER)
     # The training was complete, and the script has come to its end.
-    assert transcript(limits, lost("c"), DONE).endswith(
+    assert transcript(limits, lost("c"), IS_OVER, DONE).endswith(
         "start ab, only to save\nsay: attempt 2 of 6 succeeded\nend 0\n"
     )
     # It accepts no request. A rank that SIGTERM has told to end ends when the state is saved.
     history = History(limits).train()
     history.take(lost("c"))
+    history.take(IS_OVER)
     assert history.take(said(0.0, 0)) == []
     assert history.take(B_LEAVES) == [f"refused: the job only saves its state, because {reason}"]
 
@@ -526,10 +665,38 @@ def test_it_saves_only_where_there_is_a_state_and_an_attempt_is_left(most: int |
 @pytest.mark.parametrize("second", [lost("b", step=None), killed(1, 7, 5), absent()])
 def test_it_saves_once_and_leaves_its_state_otherwise(second: Event) -> None:
     """The exit code is that of the failure, whatever ends the attempt that only saves. No restart is left after it."""
-    *_, says, leaves, ends = transcript(Limits(1, 3), lost("c"), second).splitlines()
+    *_, says, leaves, ends = transcript(Limits(1, 3), lost("c"), IS_OVER, second).splitlines()
     why = second.failure.cause if isinstance(second, events.Failed) else "no answer"
     reason = "only a, b of a, b, c can take part, and the job needs 3"
     assert (says, leaves, ends) == (f"say: {reason}; the state was not saved: {why}", "leave the state", "end 1")
+
+
+def test_what_a_job_that_waits_answers() -> None:
+    history = History(Limits(5, 3, 4)).train()
+    history.take(events.Listed(0.0, tuple("abc")))
+    history.take(lost("b", "c"))
+    refused = [
+        "refused: the job waits for hosts that were lost, and hosts can only join it now: `mpitrain scale JOB +HOST`"
+    ]
+    assert history.take(B_LEAVES) == refused
+    assert history.take(events.JoinAsked(0.0, "d", ("a",))) == refused
+    history.take(events.JoinAsked(0.0, "d"))
+    find = history.actions[0]
+    assert isinstance(find, events.Find)
+    assert history.take(events.Unfit(0.0, find, "d: train.py differs")) == ["refused: d: train.py differs"]
+    # The inventory gets a host, which is compared before it joins. Nobody has asked, so nobody is answered.
+    assert history.take(events.Listed(1.0, tuple("abcd"))) == []
+    assert history.take(events.Waited(ASK_SECONDS)) == ["ask d"]
+    assert history.take(events.Answered(6.0, ("d",), frozenset("d"))) == ["find d"]
+    assert history.fit(7.0) == []
+    # The inventory loses one: nobody waits for it any more.
+    assert history.take(events.Listed(8.0, tuple("abd"))) == []
+    assert history.take(events.Waited(60.0)) == ["ask b"]
+    (says, start) = history.take(events.Answered(61.0, ("b",), frozenset("b")))
+    assert says == "say: b answers; starting again on a, b, d with 5 ranks, without c"
+    assert start == "start abd"
+    assert history.take(events.StopAsked(62.0)) == ["refused: it does not wait for hosts"]
+    assert history.take(events.Waited(63.0)) == []
 
 
 def test_hosts_join_and_leave_at_once() -> None:

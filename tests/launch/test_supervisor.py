@@ -266,7 +266,38 @@ def test_ranks_that_sigterm_has_told(keepers: Keepers) -> None:
     assert Job(keepers, Limits(1), refuse, DONE).to_end() == 0
 
 
-def test_a_state_that_nobody_has(keepers: Keepers, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_joins_a_job_that_waits(keepers: Keepers, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two hosts are lost. One joins, which is not enough. With the next one, the job starts again at once."""
+    answers: list[dict[str, str]] = []
+
+    def join() -> None:
+        until(lambda: job.supervisor.waits_for)
+        waits.append(job.supervisor.waits_for)
+        answers.extend(job.supervisor.answer({"join": host}) for host in ("nowhere", "other", "d", "e"))
+
+    waits: list[str] = []
+    lost = Ended(1, lost=("b", "c"), records=killed(0, 7).records)
+    job = Job(keepers, Limits(1, 3), lost, DONE)
+    joining = threading.Thread(target=join)
+    joining.start()
+    assert job.to_end() == 0
+    joining.join()
+    assert waits[0].startswith("b, c until ")
+    assert job.supervisor.waits_for == keepers.estate.get("waits", "") == ""
+    assert answers == [
+        {"refused": "there is no host 'nowhere'"},
+        {"refused": "other: train.py differs"},
+        {"accepted": "d joins; it still waits for b, c"},
+        {"accepted": "e joins; it starts again"},
+    ]
+    assert [where for where, _ in job.ran] == ["abc", "ade"]
+    assert "mpitrain: e joins; starting again on a, d, e with 6 ranks, without b, c" in capsys.readouterr().err
+
+
+def test_a_state_that_nobody_has(
+    keepers: Keepers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mpitrain.launch.lost_wait.WAIT_SECONDS", 0.1)
     job = Job(keepers, Limits(1, 3), Ended(1, lost=("c",), records=killed(0, 7).records), killed(0, 0))
     assert job.to_end() == 1
     *_, last = capsys.readouterr().err.splitlines()

@@ -42,10 +42,11 @@ def judge(
     now: float,
     present: frozenset[str] = frozenset(),
     holders: frozenset[str] = frozenset(),
+    silent: frozenset[str] = frozenset(),
 ) -> Verdict:
     where = Placement(tuple(Place(host, number, 1) for number, host in enumerate(hosts)))
     state = JobState(limits, where, where, failures=tuple(failures), absent=tuple(absent), holders=holders)
-    return its.judge(state, now, present)
+    return its.judge(state, now, present, silent)
 
 
 KILLED = failure(7, "b", first=5, cause="rank 1 on b was killed by signal 9")
@@ -126,7 +127,7 @@ def test_hosts_that_are_taken_in_when_they_answer() -> None:
     # b has been taken in meanwhile.
     assert judge(HOSTS, failures, [], Limits(5, 2, 4), 101.0, present=frozenset("ab")).hosts == HOSTS
     assert judge(HOSTS, failures, [], Limits(5, 4, 4), 159.0) == Verdict(
-        reason="only a, c, d of a, b, c, d can take part, and --nnodes is 4", left=("a", "c", "d")
+        reason="only a, c, d of a, b, c, d can take part, and --nnodes is 4", left=("a", "c", "d"), lost=("b",)
     )
     assert times_bad("b", failures, [(300.0, "b"), (300.0, "c")]) == [100.0, 300.0]
     assert times_bad("c", [failure(7, "c"), failure(8, "c"), failure(9, "c")], []) == [0.0, 0.0]
@@ -136,8 +137,11 @@ def test_too_few_hosts() -> None:
     failures, absent = [failure(7, None, "b")], [(0.0, "d")]
     assert judge(HOSTS, failures, absent, Limits(5, min_nodes=2), 1.0).hosts == ("a", "c")
     assert judge(HOSTS, failures, absent, Limits(5, min_nodes=3), 1.0) == Verdict(
-        reason="only a, c of a, b, c, d can take part, and the job needs 3", left=("a", "c")
+        reason="only a, c of a, b, c, d can take part, and the job needs 3", left=("a", "c"), lost=("b", "d")
     )
+    # b does not answer, whenever it was lost. With it and d they would not be enough.
+    assert judge(HOSTS, failures, absent, Limits(5, min_nodes=3), 99.0, silent=frozenset("bd")).lost == ("b", "d")
+    assert judge(HOSTS, failures, absent, Limits(5, min_nodes=5), 1.0).lost == ()
     everyone = [(0.0, host) for host in HOSTS]
     assert judge(HOSTS, failures, everyone, FIVE, 1.0).reason == "no host can take part, and the job needs one"
 

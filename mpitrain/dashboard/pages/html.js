@@ -9,7 +9,7 @@ export const html = htm.bind(h);
 // Shows something in the element with this id. What has not changed stays, so that the focus and a selection stay too.
 export function show(id, ...content) { render(content, document.getElementById(id)); }
 
-const SHAPES = {starts: "◔", trains: "●", restarts: "↻", ends: "◑", done: "✓", failed: "✕", lost: "?", stalled: "!", unknown: "?", paused: "‖"};
+const SHAPES = {starts: "◔", trains: "●", restarts: "↻", waits: "…", ends: "◑", done: "✓", failed: "✕", lost: "?", stalled: "!", unknown: "?", paused: "‖"};
 
 // A state has a shape and a word besides its colour.
 export const State = ({state, why}) => html`<span class=${`state ${/^[a-z]+$/.test(state) ? state : ""}`} title=${why || state}>
