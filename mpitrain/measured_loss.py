@@ -111,9 +111,12 @@ TABLE: tuple[MeasuredLoss, ...] = (
     _of_400_steps(MeasuredLoss("int4", 0.0017, 0.0218, 5)),
     MeasuredLoss("int4", 0.0022),
     _of_400_steps(MeasuredLoss("top_k:0.01", 0.9199, 0.0118, 5)),
+    MeasuredLoss("top_k:0.01", 0.0714, warm_up=1000),
+    MeasuredLoss("top_k:0.1", 0.0197, warm_up=1000),
     _of_400_steps(MeasuredLoss("power_sgd:4", 0.1418, 0.0297, 5)),
     MeasuredLoss("power_sgd:4", 0.0608, warm_up=100),
     MeasuredLoss("power_sgd:4", 0.0283, warm_up=1000),
+    MeasuredLoss("power_sgd:4", 0.0165, warm_up=1500),
     MeasuredLoss("power_sgd:8", 0.0234, warm_up=500),
     MeasuredLoss("power_sgd:8", 0.0145, 0.0024, 3, warm_up=1000),
     _of_400_steps(MeasuredLoss("LocalSGD", 0.2107, 0.0222, 5, sync_every=10)),
@@ -121,10 +124,14 @@ TABLE: tuple[MeasuredLoss, ...] = (
     MeasuredLoss("DiLoCo", 0.0238, sync_every=10, outer=OF_FEW_ROUNDS),
     MeasuredLoss("DiLoCo", 0.0969, sync_every=50, outer=OF_THE_PAPER),
     MeasuredLoss("DiLoCo", -0.0003, 0.0233, 3, sync_every=50, outer=OF_FEW_ROUNDS),
+    MeasuredLoss("DiLoCo", 0.0452, sync_every=50, outer=OF_FEW_ROUNDS, parameters=917_952),
+    MeasuredLoss("DiLoCo", -0.0209, sync_every=30, outer=OF_FEW_ROUNDS),
     MeasuredLoss("DiLoCo", 0.0598, sync_every=100, outer=OF_FEW_ROUNDS),
     MeasuredLoss("DiLoCo", 0.1627, sync_every=200, outer=OF_FEW_ROUNDS),
     MeasuredLoss("StreamingDiLoCo", -0.0147, 0.0176, 3, sync_every=50, outer=OF_FEW_ROUNDS),
     _of_400_steps(MeasuredLoss("SparseLoCo", 0.2917, 0.0162, 5, sync_every=10)),
+    MeasuredLoss("SparseLoCo", 0.1773, sync_every=10),
+    MeasuredLoss("SparseLoCo", 0.3046, sync_every=30),
 )
 
 
@@ -169,6 +176,16 @@ def local_updates_without_loss(strategy: str) -> list[MeasuredLoss]:
     """A measured training without loss for each setting of a class of local updates that has one."""
     settings = dict.fromkeys((row.sync_every, row.outer) for row in TABLE if row.way == strategy)
     return [row for one in settings if (row := rounds_without_loss(strategy, *one))]
+
+
+def losses_of_other_sizes(good: MeasuredLoss) -> list[MeasuredLoss]:
+    """The rows with the settings of this one and other numbers of parameters, as long, that lost something."""
+
+    def settings(row: MeasuredLoss) -> MeasuredLoss:
+        return replace(row, mean=0.0, interval=None, seeds=0, parameters=0)
+
+    same = [row for row in TABLE if settings(row) == settings(good)]
+    return [row for row in same if row.parameters != good.parameters and not row.costs_nothing]
 
 
 def loss_in_words(compression: str, sync_every: int) -> str:

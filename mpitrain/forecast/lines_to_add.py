@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpitrain.forecast.report import counted, shown_seconds
-from mpitrain.measured_loss import MeasuredLoss, shown_millions
+from mpitrain.measured_loss import MeasuredLoss, losses_of_other_sizes, shown_millions
 
 if TYPE_CHECKING:
     from mpitrain.forecast.planner import Forecast, Planner
@@ -85,6 +85,7 @@ def _line(row: Forecast, plain: Forecast, training: PlannedTraining) -> str:
     seconds, before = shown_seconds(row.step_seconds), shown_seconds(plain.step_seconds)
     times = f"{plain.step_seconds / row.step_seconds:.3g} times as fast"
     texts = [f"{counted(row.num_ranks, 'rank')}: add {line}: {seconds} a step in place of {before}, {times}", str(loss)]
+    texts += [f"but with a model of another size {row}" for row in losses_of_other_sizes(loss)]
     if not training.steps:
         least = loss.length * (row.way.sync_every if row.way.outer else 1)
         texts.append(f"only for trainings of at least {least} steps (--total-steps)")
