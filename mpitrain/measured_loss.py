@@ -86,10 +86,12 @@ class MeasuredLoss:
         return f"{self.mean:+.3f}" if self.interval is None else f"{self.mean:+.3f} ± {self.interval:.3f}"
 
     def __str__(self) -> str:
+        plain = f", the first {self.warm_up} uncompressed" if self.warm_up and not self.sync_every else ""
         rounds = f", {self.rounds} rounds" if self.sync_every else ""
         return (
             f"{self.of} {self.difference} nats ({self.workers} workers, {shown_millions(self.parameters)} parameters, "
-            f"{self.steps} steps{rounds}, {self.seeds} seed{'s' * (self.seeds > 1)})"
+            f"{self.steps} steps{plain}{rounds}, {self.seeds} seed{'s' * (self.seeds > 1)})"
+            f"{self.hazard and f'; {self.hazard}'}"
         )
 
 

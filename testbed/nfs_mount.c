@@ -737,10 +737,10 @@ static void do_releasedir(fuse_req_t request, fuse_ino_t inode, struct fuse_file
 static void answer_entries(fuse_req_t request, const struct listing *listing, size_t size, size_t from)
 {
     size_t end = from;
-    while (end < listing->size) {
+    while (end + 2 * sizeof(uint64_t) <= listing->size) {
         uint64_t next;
         memcpy(&next, listing->data + end + sizeof next, sizeof next); /* fuse_dirent's `off` */
-        if (next - from > size)
+        if (next <= end || next - from > size) /* or the caller has made up an offset */
             break;
         end = next;
     }
@@ -892,6 +892,8 @@ int main(int count, char **words)
     struct fuse_args options = FUSE_ARGS_INIT(2, arguments);
     session = fuse_session_new(&options, &operations, sizeof operations, NULL);
     if (session == NULL || fuse_set_signal_handlers(session) != 0 || fuse_session_mount(session, folder) != 0 ||
+        /* A request that `poll` has shown may be gone: a call that has ended needs no interrupt any more. */
+        fcntl(fuse_session_fd(session), F_SETFL, O_NONBLOCK) != 0 ||
         fuse_daemonize(0) != 0)
         return 32;
     serve();

@@ -125,3 +125,10 @@ def test_the_page_has_the_figures() -> None:
     assert len(shown) >= 5
     for row in shown:
         assert row.difference in page, row
+
+
+def test_plain_steps_and_a_known_fault_are_said() -> None:
+    assert str(MeasuredLoss("power_sgd:4", 0.0283, warm_up=1000)).endswith(
+        "3000 steps, the first 1000 uncompressed, 1 seed)"
+    )
+    assert str(MeasuredLoss("fp16", 0.0, hazard="it overflows")).endswith("1 seed); it overflows")

@@ -52,7 +52,8 @@ def lines_to_add(planner: Planner, rows: Sequence[Forecast], plain: Forecast, tr
         plain: the one of them that exchanges every step in full.
     """
     number, steps = plain.num_ranks, training.steps
-    known = [row for row in rows if row.way.loss(steps) and (row.way.is_setting or training.front)]
+    known = [row for row in rows if row.way.is_exact or row.way.loss(steps)]
+    known = [row for row in known if row.way.is_setting or training.front]
     setting = _best(planner, [plain, *(row for row in known if row.way.is_setting)])
     best = _best(planner, [setting, *(row for row in known if not row.way.is_setting)])
     lines = [_line(row, plain, training) for row in dict.fromkeys([setting, best]) if row is not plain]
@@ -76,15 +77,18 @@ def _best(planner: Planner, rows: Sequence[Forecast]) -> Forecast:
 
 
 def _line(row: Forecast, plain: Forecast, training: PlannedTraining) -> str:
-    loss = row.way.loss(training.steps)
-    assert loss is not None
     if row.way.is_setting:
         line = " ".join(f"{name}={value}" for name, value in row.way.settings().items()) + " before the command"
     else:
         line = _PLACES.get(training.front, _PLACES["Trainer"]).format(row.way.strategy)
     seconds, before = shown_seconds(row.step_seconds), shown_seconds(plain.step_seconds)
     times = f"{plain.step_seconds / row.step_seconds:.3g} times as fast"
-    texts = [f"{counted(row.num_ranks, 'rank')}: add {line}: {seconds} a step in place of {before}, {times}", str(loss)]
+    texts = [f"{counted(row.num_ranks, 'rank')}: add {line}: {seconds} a step in place of {before}, {times}"]
+    if row.way.is_exact:
+        return f"{texts[0]}; the loss does not change"
+    loss = row.way.loss(training.steps)
+    assert loss is not None
+    texts.append(str(loss))
     texts += [f"but with a model of another size {row}" for row in losses_of_other_sizes(loss)]
     if not training.steps:
         least = loss.length * (row.way.sync_every if row.way.outer else 1)

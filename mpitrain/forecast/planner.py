@@ -329,7 +329,7 @@ def _additions(
     number = max(rows)
     if planner.machines.nodes_of(number)[-1] == 0:
         return []
-    plain = next(row for row in rows[number] if _is_plain(row))
+    plain = next(row for row in rows[number] if _is_plain(row) and row.way.bucket_mib is None)
     return lines_to_add(planner, rows[number], plain, PlannedTraining(host.front, total_steps, host.num_bytes))
 
 

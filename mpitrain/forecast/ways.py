@@ -57,6 +57,11 @@ class ExchangeWay:
         """Whether the loss is that of a training of one rank, as far as was measured."""
         return loss_with(self.codec) == "none" and self.sync_every == 1
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether every step exchanges all gradients in full."""
+        return self.codec == "none" and self.sync_every == 1 and not self.servers
+
     def loss(self, steps: int | None) -> MeasuredLoss | None:
         """What shows that a training of so many steps loses nothing; None: nothing does. See without_loss."""
         if self.sync_every > 1:

@@ -153,7 +153,8 @@ def kept_jobs(by_host: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[KeptJo
     for entries_of_job in by_job.values():
         most = max(len(entry["estate"]["tries"]) for _, entry in entries_of_job)
         newest = {host: entry for host, entry in entries_of_job if len(entry["estate"]["tries"]) == most}
-        first = next(iter(newest.values()))
+        # One that was cut off has not heard what the launcher said last.
+        first = min(newest.values(), key=lambda entry: "lost_ms" in entry)
         order = [host for host, _, _ in first["estate"]["places"]]
         hosts = sorted(newest, key=lambda host: order.index(host) if host in order else len(order))
         lost = [entry.get("lost_ms", 0) for entry in newest.values()]

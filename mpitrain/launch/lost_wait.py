@@ -60,8 +60,9 @@ def next(state: JobState, event: Event) -> Next:
         case events.Waited():
             return _waited(state, event)
         case events.StopAsked():
-            saves = "saves its state and ends" if state.has_trained else "ends"
-            reply = Reply(f"it waits no longer for {', '.join(missing(state))}; it {saves}", is_accepted=True)
+            saves = "saves its state and ends" if state.has_trained and present(state) else "ends"
+            away = f" for {', '.join(missing(state))}" if missing(state) else ""
+            reply = Reply(f"it waits no longer{away}; it {saves}", is_accepted=True)
             return replace(state, saved_code=event.code, wait_until=event.at), [reply], "told to stop"
         case events.JoinAsked():
             return _join_asked(state, event)
@@ -77,6 +78,8 @@ def _waited(state: JobState, event: events.Waited) -> Next:
     waiting, now = state.waiting, event.at
     assert waiting is not None
     away = missing(state)
+    if _is_enough(state):  # a host that was present is back in the inventory
+        return state, [], f"{_all(sorted(present(state)), 'answer')}"
     if now >= waiting.until:
         verb = "has" if len(away) == 1 else "have"
         return state, [], f"{', '.join(away)} {verb} not come back in time" if away else "no host has come in time"

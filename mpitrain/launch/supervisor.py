@@ -184,9 +184,13 @@ class Supervisor:
             return
         seconds = waiting.until - time.monotonic()
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
-        self._show_wait(f"{', '.join(lost_wait.missing(self.state))} until {until}")
+        shown = ""
         try:
             while not self._waiting:
+                waits = f"{', '.join(lost_wait.missing(self.state)) or 'more hosts'} until {until}"
+                if waits != shown:
+                    self._show_wait(waits)
+                    shown = waits
                 self._let_time_pass()
         except (KeyboardInterrupt, SystemExit) as end:  # SIGTERM and SIGHUP exit, see start.py
             code = 128 + signal.SIGINT if isinstance(end, KeyboardInterrupt) else end.code

@@ -125,15 +125,19 @@ class Activations:
         """
         next_one = self._coming[0]
         assert next_one.place == (source, tag), f"expected are {next_one.place}, not {(source, tag)}"
+        control, doing = self._world.control, f"activations from {self._world.name(source)}"
         self._pause()
+
+        def begun() -> bool:
+            self._take_in()
+            return next_one.request is not None
 
         def arrived() -> bool:
             self._take_in()
             return next_one.is_here
 
-        self._world.control.wait(
-            until(arrived, patient_naps()), f"activations from {self._world.name(source)}", (source,)
-        )
+        control.wait(until(begun, patient_naps()), doing, (source,))
+        control.wait(until(arrived), doing, (source,))  # naps would slow down its data
         content = self._coming.popleft().content
         count_moved()
         self._resume()

@@ -10,7 +10,7 @@ from mpitrain import measured_loss
 from mpitrain.forecast.lines_to_add import _PLACES, PlannedTraining, lines_to_add
 from mpitrain.forecast.machines import equal_machines
 from mpitrain.forecast.measured_steps import HostTimes, PartTimes
-from mpitrain.forecast.planner import Forecast, Planner, plan_report
+from mpitrain.forecast.planner import Forecast, Planner, _additions, plan_report
 from mpitrain.forecast.ways import ExchangeWay
 from mpitrain.measured_loss import OF_FEW_ROUNDS, TABLE, MeasuredLoss
 from mpitrain.profile import DEFAULT
@@ -138,6 +138,20 @@ def test_the_size_of_buckets_belongs_to_the_line() -> None:
     resized = replace(plain, way=ExchangeWay("auto", "int8", 16), step_seconds=0.2, wire_bytes=2e6)
     (line,) = lines_to_add(planner, [resized, plain], plain, PlannedTraining("", 3000, 4_000_000))
     assert line.startswith("4 ranks: add MPITRAIN_COMPRESSION=int8 MPITRAIN_BUCKET_MIB=16 before the command: 200 ms a")
+
+
+def test_another_size_of_buckets_alone() -> None:
+    part = PartTimes(1, 8, 0.1, (0.1,), 0.1, 0.1, 10)
+    host = HostTimes("one", (("w", 4_000_000),), (part,), True, 10**8, 2.0, 1.0, {})
+    planner = Planner([host], equal_machines(4), is_profiled=False)
+    plain = Forecast(4, ExchangeWay("ring"), 0.5, 32, 1.0, 6e6, "compute")
+    resized = replace(plain, way=ExchangeWay("ring", bucket_mib=16), step_seconds=0.3)
+    (line,) = _additions(planner, host, {4: [resized, plain]}, 3000)
+    settings = "MPITRAIN_ALGORITHM=ring MPITRAIN_BUCKET_MIB=16"
+    assert line == (
+        f"4 ranks: add {settings} before the command: 300 ms a step in place of 500 ms, 1.67 times as fast; the loss "
+        "does not change"
+    )
 
 
 def test_every_kind_of_trainer_has_its_place() -> None:

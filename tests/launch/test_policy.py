@@ -699,6 +699,17 @@ def test_what_a_job_that_waits_answers() -> None:
     assert history.take(events.Waited(63.0)) == []
 
 
+def test_a_host_that_is_back_in_the_inventory_may_be_the_last_that_was_missing() -> None:
+    history = History(Limits(5, 3, 3)).train()
+    history.take(events.Listed(0.0, tuple("abc")))
+    history.take(lost("c"))
+    assert history.take(events.Listed(1.0, tuple("ac"))) == []  # b is dropped
+    assert history.take(events.Waited(60.0)) == ["ask c"]
+    assert history.take(events.Answered(61.0, ("c",), frozenset("c"))) == []
+    history.take(events.Listed(62.0, tuple("abc")))
+    assert history.take(events.Waited(63.0))[-1] == "start abc"
+
+
 def test_hosts_join_and_leave_at_once() -> None:
     history = History(Limits(5, 3, 4))
     history.train()

@@ -56,6 +56,10 @@ def test_a_keeper_that_was_cut_off_before_the_last_try() -> None:
 def test_a_job_that_has_its_launcher() -> None:
     heard = kept_jobs({"a": [entry("k1", "1", lost_ms=10, until_ms=99)], "b": [entry("k1", "1")]})
     alive = kept_jobs({"a": [entry("k1", "1", lost_ms=10, until_ms=99, launched=True)]})
+    last = entry("k1", "1")
+    last["estate"]["waits"] = "c until 12:00:00"
+    (job,) = kept_jobs({"a": [entry("k1", "1", lost_ms=10, until_ms=99)], "b": [last]})
+    assert job.estate == last["estate"]  # what one that was cut off has not heard
     older = kept_jobs({"a": [entry("k1", "1", launched=True)], "b": [entry("k1", "1", "2", lost_ms=10, until_ms=99)]})
     assert [job.is_lost for (job,) in (heard, alive, older)] == [False, False, False]
 
