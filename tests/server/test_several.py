@@ -127,9 +127,13 @@ def test_no_server_has_all_bytes() -> None:
     servers = trainer.strategy.stats.servers  # type: ignore[attr-defined]
     expected = [60 * 4 * count for count in (1001, 1000, 1000)]  # of 3 workers in 20 steps
     assert [one.bytes_in for one in servers] == expected
-    assert [one.bytes_out for one in servers] == expected
-    for worker in trainer.strategy.stats.workers:  # type: ignore[attr-defined]
-        assert worker.pushed_bytes == worker.pulled_bytes == 20 * 4 * 3001
+    workers = trainer.strategy.stats.workers  # type: ignore[attr-defined]
+    assert [worker.pushed_bytes for worker in workers] == [20 * 4 * 3001] * 3
+    # The training ends with the last push. A worker's pull after it may still be answered.
+    pulls = [worker.pulled_bytes // (4 * 3001) for worker in workers]
+    assert set(pulls) <= {19, 20}
+    assert [worker.pulled_bytes for worker in workers] == [4 * 3001 * number for number in pulls]
+    assert [one.bytes_out for one in servers] == [4 * count * sum(pulls) for count in (1001, 1000, 1000)]
 
 
 def test_a_gradient_that_the_scale_made_infinite_is_skipped_by_all() -> None:
