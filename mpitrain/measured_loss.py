@@ -130,6 +130,8 @@ TABLE: tuple[MeasuredLoss, ...] = (
     MeasuredLoss("DiLoCo", -0.0209, sync_every=30, outer=OF_FEW_ROUNDS),
     MeasuredLoss("DiLoCo", 0.0598, sync_every=100, outer=OF_FEW_ROUNDS),
     MeasuredLoss("DiLoCo", 0.1627, sync_every=200, outer=OF_FEW_ROUNDS),
+    MeasuredLoss("DiLoCo", 0.0603, 0.0471, 3, sync_every=200, outer=OF_FEW_ROUNDS, steps=12_000),
+    MeasuredLoss("DiLoCo", 0.0298, sync_every=200, outer=OF_FEW_ROUNDS, steps=12_000, warm_up=2000),
     MeasuredLoss("StreamingDiLoCo", -0.0147, 0.0176, 3, sync_every=50, outer=OF_FEW_ROUNDS),
     _of_400_steps(MeasuredLoss("SparseLoCo", 0.2917, 0.0162, 5, sync_every=10)),
     MeasuredLoss("SparseLoCo", 0.1773, sync_every=10),

@@ -75,8 +75,8 @@ def test_a_new_row_changes_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> No
     short = MeasuredLoss("DiLoCo", 0.04, 0.01, 3, sync_every=50, outer=OF_FEW_ROUNDS, steps=1000)
     with_rows(short)
     assert rounds_without_loss("DiLoCo", 50, OF_FEW_ROUNDS) is not None
-    with_rows(MeasuredLoss("DiLoCo", 0.0, 0.01, 3, sync_every=200, outer=OF_FEW_ROUNDS, steps=12_000))
-    assert [row.sync_every for row in local_updates_without_loss("DiLoCo")] == [10, 50, 200]
+    with_rows(MeasuredLoss("DiLoCo", 0.0, 0.01, 3, sync_every=250, outer=OF_FEW_ROUNDS, steps=15_000))
+    assert [row.sync_every for row in local_updates_without_loss("DiLoCo")] == [10, 50, 250]
     with_rows(MeasuredLoss("int4", 0.0, 0.002, 3))
     assert codecs_by_network() == ["bf16", "int8", "int4"]
     with_rows(MeasuredLoss("power_sgd:4", 0.0, 0.002, 3, warm_up=1000))

@@ -121,12 +121,12 @@ def test_local_updates_do_not_fit_a_gradient_reducer() -> None:
 
 
 def test_a_row_of_the_table_is_enough_for_a_longer_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = MeasuredLoss("DiLoCo", 0.0, 0.01, 3, sync_every=200, outer=OF_FEW_ROUNDS, steps=12_000)
+    rows = MeasuredLoss("DiLoCo", 0.0, 0.01, 3, sync_every=250, outer=OF_FEW_ROUNDS, steps=15_000)
     monkeypatch.setattr(measured_loss, "TABLE", (*TABLE, rows))
-    *_, local = said("Trainer", 12_000, rate=1e6)  # 120 ms a step with H = 50, 30 ms with 200
-    assert "add mt.DiLoCo(sync_every=200, " in local
+    *_, local = said("Trainer", 15_000, rate=1e6)  # 120 ms a step with H = 50, 24 ms with 250
+    assert "add mt.DiLoCo(sync_every=250, " in local
     lines = said("Trainer", 3000, rate=1e6)
-    assert "sync_every=200" in lines[0] and "12000 steps; this training has 3000" in lines[0]
+    assert "sync_every=250" in lines[0] and "15000 steps; this training has 3000" in lines[0]
     assert "add mt.DiLoCo(sync_every=50, " in lines[-1]
 
 
